@@ -1,0 +1,15 @@
+"""The commands of the command line: one module each, which parses options and calls the library.
+
+A command is a function with typer's annotations. Its module may import typer and the standard library at the top, and
+everything heavier (torch, transformers, datasets, even kvlearn's own modules that need them) inside the function, so
+that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/commands/<name>.py`` and name it below.
+"""
+
+import typer
+
+from kvlearn.commands import corpora
+
+
+def register(app: typer.Typer) -> None:
+    """Add every command to ``app``, in the order in which ``--help`` lists them."""
+    app.command("corpora")(corpora.corpora)

