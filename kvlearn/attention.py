@@ -1,0 +1,112 @@
+"""The attention implementation ``"kvlearn"`` that transformers calls.
+
+With an :class:`kvlearn.cache.EvictingCache` the keys that arrive are tagged with their cache layer, which attends,
+observes and evicts. With any other cache this is PyTorch's scaled dot product attention, unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvlearn.errors import KvlearnError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvlearn.cache import EvictingLayer
+
+NAME = "kvlearn"
+_TAG = "_kvlearn_layer"
+_UNSUPPORTED = ("s_aux", "position_bias", "indices")
+
+
+def tag(key: Tensor, layer: EvictingLayer) -> Tensor:
+    """Mark a fresh key tensor with the cache layer that must attend to it."""
+    key = key.view(key.shape)
+    setattr(key, _TAG, layer)
+    return key
+
+
+def kvlearn_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function in the form of transformers' ``AttentionInterface``.
+
+    Args:
+        module: the calling attention module.
+        query: ``[B, H * G, C, D]`` rotated queries.
+        key: ``[B, H, C, D]`` rotated keys of this call, tagged by :class:`EvictingCache`, or all keys of another cache.
+        value: like ``key``.
+        attention_mask: ``[B, 1, C, C]`` bool over this call's tokens, or ``None`` when none is padding.
+        dropout: must be 0 with an EvictingCache.
+        scaling: factor on the dot products; ``None`` means ``D ** -0.5``.
+        **kwargs: ``position_ids``, ``softcap`` and whatever the model passes on.
+
+    Returns:
+        Output ``[B, C, H * G, D]`` and ``None``.
+    """
+    layer: EvictingLayer | None = getattr(key, _TAG, None)
+    if layer is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise KvlearnError(f"this model's attention uses {name!r}, which an EvictingCache cannot honour.")
+    if dropout:
+        raise KvlearnError("an EvictingCache serves generation only; call model.eval() first.")
+    out = layer.attend(
+        query,
+        key,
+        value,
+        attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        position_ids=kwargs.get("position_ids"),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvlearn"`` known to transformers. Called when transformers is imported."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, kvlearn_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a loaded model to ``attn_implementation="kvlearn"`` and return it.
+
+    With any cache but an :class:`kvlearn.EvictingCache` the model goes on exactly as with ``"sdpa"``.
+
+    Raises:
+        KvlearnError: the model does not take its attention from transformers' attention interface.
+    """
+    register()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise KvlearnError(
+            f"{type(model).__name__} does not use transformers' attention interface, so kvlearn cannot observe its "
+            "attention; use a model class that supports attention backends."
+        )
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument that takes the cache: ``"cache"``, or ``"past_key_values"`` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

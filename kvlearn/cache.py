@@ -1,0 +1,156 @@
+"""The cache users make: :class:`EvictingCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvlearn import attention
+from kvlearn.errors import KvlearnError
+from kvlearn.layer import EvictingLayer, LayerConfig, Recorder
+from kvlearn.policies import resolve
+from kvlearn.policies.base import Policy
+from kvlearn.rotary import Unrotator
+from kvlearn.shapes import Budget, GroupReduce, Protection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvlearn.scorers import Scorer
+
+
+class EvictingCache(Cache):
+    """A transformers cache that never holds more than ``budget`` slots per KV head and layer.
+
+    Pass it to ``model.generate(..., past_key_values=cache)``, or to the model itself. The model must use
+    ``attn_implementation="kvlearn"`` (see :func:`kvlearn.enable`). One cache serves one batch, over any number of turns.
+
+    Args:
+        model: the model that will use the cache.
+        policy: a registered name (``kvlearn policies`` lists them), a :class:`Policy` or a :class:`Scorer`.
+        budget: the most slots one KV head of a layer holds at any moment, everything included; or one such number per
+            full-attention layer; or ``None`` for no bound (policy ``"full"`` only).
+        protect: what no policy may evict; by default 4 sinks and the latest block.
+        block: queries per observed block; by default 32, less for a budget below 128.
+        group_reduce: how the query heads of a KV head are reduced when attention is observed.
+        recorder: receives what the cache observes; used to collect traces.
+
+    Raises:
+        KvlearnError: the model is not enabled, the budget is below protection plus one block, the policy is unknown or
+            belongs to another model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy | Scorer = "full",
+        budget: int | Sequence[int] | None = None,
+        *,
+        protect: Protection | None = None,
+        block: int | None = None,
+        group_reduce: GroupReduce = "mean",
+        recorder: Recorder | None = None,
+    ) -> None:
+        _require_enabled(model)
+        self.policy = resolve(policy)
+        self.policy.bind(model)
+        if budget is None and self.policy.kind != "full":
+            raise KvlearnError(
+                f"policy {self.policy.name!r} needs a budget: the most slots each KV head may hold, such as budget=256."
+            )
+        config = model.config.get_text_config(decoder=True)
+        layers: list[Any] = list(DynamicCache(config=config).layers)
+        managed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        budgets = [budget] * len(managed) if budget is None or isinstance(budget, int) else list(budget)
+        if len(budgets) != len(managed):
+            raise KvlearnError(
+                f"budget lists {len(budgets)} numbers and the model has {len(managed)} full-attention layers; "
+                "give one number per such layer."
+            )
+        unrotate = Unrotator(model) if "static" in self.policy.reads or recorder is not None else None
+        self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
+        for i, layer_budget in zip(managed, self.budgets, strict=True):
+            layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder))
+        self.managed = managed
+        self._model_config = model.config
+        super().__init__(layers=layers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by the model's attention; see :class:`EvictingLayer`."""
+        if self._model_config._attn_implementation != attention.NAME:
+            raise KvlearnError(_wrong_attention(self._model_config._attn_implementation))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused; see :meth:`EvictingLayer.crop`."""
+        self.layers[self.managed[0]].crop(*args)
+
+    def reset(self) -> None:
+        """Forget everything; the next call starts a new text."""
+        for layer in self.layers:
+            layer.reset()
+
+    def evicting_layers(self) -> list[EvictingLayer]:
+        """The managed layers, in order."""
+        return [self.layers[i] for i in self.managed]
+
+    def positions(self, layer: int) -> Tensor:
+        """``[B, H, S]`` int32 logical position of the token in each slot, -1 where empty.
+
+        Args:
+            layer: index of a full-attention layer in the model.
+        """
+        if layer not in self.managed:
+            raise KvlearnError(f"layer {layer} is not managed by this cache; managed are {self.managed}.")
+        pos = self.layers[layer].pos
+        return torch.empty(0, 0, 0, dtype=torch.int32) if pos is None else pos
+
+    def stats(self) -> dict[str, Any]:
+        """What is held now.
+
+        Returns:
+            ``length`` (tokens seen by each row), ``slots`` (the most slots any row and head of any layer holds),
+            ``mean_slots`` (mean over rows, heads and layers), ``evictions`` (tokens no longer held, mean over heads and
+            layers, summed over rows), and bytes as allocated: ``kv_bytes``, ``state_bytes`` (all else that belongs to
+            slots, kept queries included), ``other_bytes`` (layers that are not managed), ``bytes`` (their sum).
+        """
+        kv = state = other = most = 0
+        held: list[float] = []
+        length: list[int] = []
+        for i, layer in enumerate(self.layers):
+            tensors = {id(t): t for t in vars(layer).values() if isinstance(t, Tensor)}.values()
+            size = sum(t.untyped_storage().nbytes() for t in tensors)
+            if i not in self.managed:
+                other += size
+            elif layer.is_initialized:
+                own = sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values))
+                kv, state = kv + own, state + size - own
+                count = (layer.pos >= 0).sum(-1)
+                most = max(most, int(count.max()))
+                held.append(float(count.float().mean()))
+                length = layer.length.tolist()
+        mean = sum(held) / len(held) if held else 0.0
+        return {
+            "length": length,
+            "slots": most,
+            "mean_slots": mean,
+            "evictions": sum(length) - mean * len(length),
+            "kv_bytes": kv,
+            "state_bytes": state,
+            "other_bytes": other,
+            "bytes": kv + state + other,
+        }
+
+
+def _require_enabled(model: PreTrainedModel) -> None:
+    current = getattr(model.config, "_attn_implementation", None)
+    if current != attention.NAME:
+        raise KvlearnError(_wrong_attention(current))
+
+
+def _wrong_attention(current: str | None) -> str:
+    return f"the model uses attn_implementation={current!r}, which an EvictingCache cannot see; call kvlearn.enable(model)."

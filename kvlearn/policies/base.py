@@ -1,0 +1,156 @@
+"""The policy contract, and everything that policies have in common: selection and position order.
+
+A policy is a small dataclass with one method, ``score(slots) -> [B, H, S]``; higher is kept. It must be pure in what
+it reads and must read positions, never slot indices, so that any layout of slots gives the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvlearn import history
+from kvlearn.errors import KvlearnError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Reads = Literal["history", "last_query", "static"]
+Kind = Literal["full", "floor", "heuristic", "learned", "oracle"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a policy may read of one layer when it scores.
+
+    Args:
+        layer: index of the layer in the model.
+        pos: ``[B, H, S]`` int32 logical position of each slot's token in its row, -1 where the slot is empty.
+        length: ``[B]`` int64 tokens seen by each row.
+        keys: ``[B, H, S, D]`` keys as cached (rotated).
+        values: ``[B, H, S, D]``.
+        state: ``[B, H, K, S]`` history, or ``None`` when the policy does not read ``"history"``.
+        last_query: ``[B, H, S]`` float32 mass that the latest query gave each slot (0 for one it could not see), or
+            ``None`` when the policy does not read ``"last_query"``.
+        static: ``[B, H, S, R]`` what :meth:`Policy.static` returned when each token was written, or ``None``.
+        budget: slots per KV head that will be kept.
+        block: queries per block.
+    """
+
+    layer: int
+    pos: Tensor
+    length: Tensor
+    keys: Tensor
+    values: Tensor
+    state: Tensor | None
+    last_query: Tensor | None
+    static: Tensor | None
+    budget: int
+    block: int
+
+    @property
+    def valid(self) -> Tensor:
+        """``[B, H, S]`` bool: slots that hold a token."""
+        return self.pos >= 0
+
+    @property
+    def age(self) -> Tensor:
+        """``[B, H, S]`` int64: queries that could have seen the slot, its own included."""
+        return self.length.view(-1, 1, 1) - self.pos
+
+    def field(self, name: str) -> Tensor:
+        """``[B, H, S]`` float32: one field of the history (see :data:`kvlearn.history.FIELDS`)."""
+        if self.state is None:
+            raise RuntimeError(f"a policy read history field {name!r} without 'history' in its reads")
+        return history.field(self.state, name)
+
+
+@dataclass
+class Policy:
+    """Base of all policies.
+
+    Class attributes:
+        name: what the user types.
+        summary: one line for ``kvlearn policies``.
+        paper: arXiv id or definition.
+        kind: role in comparisons.
+        reads: what the cache must maintain for this policy; the less, the faster.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    kind: ClassVar[Kind] = "heuristic"
+    reads: ClassVar[frozenset[Reads]] = frozenset()
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Check that this policy can serve ``model``; raise :class:`KvlearnError` if not. Called once per cache."""
+
+    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Score inputs computed once per token, when it is written (``"static"`` in ``reads``).
+
+        Args:
+            layer: index of the layer.
+            keys: ``[B, H, C, D]`` before the rotary embedding.
+            values: ``[B, H, C, D]``.
+
+        Returns:
+            ``[B, H, C, R]``, stored with the slot.
+        """
+        raise NotImplementedError
+
+    def score(self, slots: Slots) -> Tensor:
+        """``[B, H, S]`` float: higher is kept. Values at empty slots are ignored."""
+        raise NotImplementedError
+
+
+def select_victims(score: Tensor, pos: Tensor, protected: Tensor, count: int) -> Tensor:
+    """The slots to overwrite next, in the order in which they go.
+
+    Empty slots come first, then unprotected ones from the lowest score up. Ties go to the older token first, so the
+    result does not depend on the layout of slots.
+
+    Args:
+        score: ``[B, H, S]``; -inf and +inf are allowed and rank below and above all finite scores.
+        pos: ``[B, H, S]`` int32, -1 for empty slots.
+        protected: ``[B, H, S]`` bool.
+        count: victims per row and head.
+
+    Returns:
+        ``[B, H, count]`` int64 slot indices.
+
+    Raises:
+        KvlearnError: a score is NaN, or protected slots leave fewer than ``count``.
+    """
+    held = pos >= 0
+    score = score.float()
+    if torch.isnan(score.masked_fill(~held, 0.0)).any():
+        raise KvlearnError("a policy returned NaN as a score; check its weights and the model's activations.")
+    if int((~protected).sum(-1).min()) < count:
+        raise KvlearnError(
+            f"protected slots leave fewer than the {count} slots of one block to evict in a budget of "
+            f"{score.shape[-1]}; raise the budget or protect less."
+        )
+    finite = torch.finfo(torch.float32).max
+    score = score.clamp(min=-finite, max=finite)
+    score = score.masked_fill(protected, torch.inf).masked_fill(~held, -torch.inf)
+    by_age = pos.argsort(dim=-1, stable=True)
+    order = score.gather(-1, by_age).sort(dim=-1, stable=True).indices[..., :count]
+    return by_age.gather(-1, order)
+
+
+def by_position(values: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots in order of position, for policies that pool over neighbouring tokens.
+
+    Args:
+        values: ``[B, H, S]``.
+        pos: ``[B, H, S]``; empty slots come first.
+
+    Returns:
+        The values in order of position, and the ``[B, H, S]`` indices that bring them back by ``scatter``.
+    """
+    order = pos.argsort(dim=-1, stable=True)
+    return values.gather(-1, order), order

@@ -1,0 +1,42 @@
+"""Exponential moving average of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlearn.errors import KvlearnError
+from kvlearn.history import HALF_LIVES
+from kvlearn.policies.base import Policy, Slots
+
+
+@dataclass
+class Ema(Policy):
+    """Moving average of mass, corrected for how long the token could be seen.
+
+    Args:
+        half_life: in queries; one of :data:`kvlearn.history.HALF_LIVES`.
+
+    Raises:
+        KvlearnError: another half-life.
+    """
+
+    half_life: int = 64
+
+    name = "ema"
+    summary = "moving average of attention with a half-life of 64 queries"
+    paper = "exponentially decayed counters, as in learned web caching (LRB, NSDI 2020)"
+    reads = frozenset({"history"})
+
+    def __post_init__(self) -> None:
+        if self.half_life not in HALF_LIVES:
+            raise KvlearnError(
+                f"ema: half_life is {self.half_life}; the history keeps {', '.join(map(str, HALF_LIVES))}."
+            )
+
+    def score(self, slots: Slots) -> Tensor:
+        """The average, divided by the weight it has had time to gather."""
+        gathered = 1 - torch.exp2(-slots.age.clamp(min=1).float() / self.half_life)
+        return slots.field(f"ema{self.half_life}") / gathered

@@ -1,0 +1,31 @@
+"""H2O: heavy hitters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvlearn.policies.base import Policy, Slots
+
+
+@dataclass
+class H2O(Policy):
+    """Accumulated attention, half of the budget for recent tokens (H2O, arXiv 2306.14048).
+
+    Args:
+        recent_share: share of the budget for the most recent tokens; the paper uses one half.
+    """
+
+    recent_share: float = 0.5
+
+    name = "h2o"
+    summary = "accumulated attention, half of the budget for recent tokens"
+    paper = "H2O, arXiv 2306.14048"
+    reads = frozenset({"history"})
+
+    def score(self, slots: Slots) -> Tensor:
+        """Sum of all mass received; tokens of the recent half rank above all others."""
+        total = slots.field("mean") * slots.age
+        recent = slots.age <= int(slots.budget * self.recent_share)
+        return total.masked_fill(recent, float("inf"))

@@ -1,0 +1,127 @@
+"""Axis legend, budgets and protection: the words every other module uses.
+
+Axes (shapes in comments and docstrings use these letters and no others):
+
+| letter | axis |
+|---|---|
+| B | batch row |
+| L | layer |
+| H | KV head |
+| G | query heads per KV head (query head ``h * G + g`` belongs to KV head ``h``) |
+| S | slots |
+| C | queries in one call |
+| T | tokens of a text |
+| W | queries of a full block |
+| D | head dimension |
+| K | history fields |
+| R | static score inputs, computed once when a token is written |
+| F | features |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvlearn.errors import KvlearnError
+
+GroupReduce = Literal["mean", "max"]
+
+DEFAULT_BLOCK = 32
+DEFAULT_SINKS = 4
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Slots that no policy may evict.
+
+    Args:
+        sinks: the first tokens of each row, in tokens.
+        recent: the last tokens of each row, in tokens. ``None`` means one block.
+        prompt: protect ``"none"`` of the prompt, the ``"whole"`` first prompt, or its two ``"ends"``.
+        prompt_ends: with ``prompt="ends"``, how many tokens at each end.
+
+    Raises:
+        KvlearnError: a count is negative or ``prompt`` is not one of the three words.
+    """
+
+    sinks: int = DEFAULT_SINKS
+    recent: int | None = None
+    prompt: Literal["none", "whole", "ends"] = "none"
+    prompt_ends: int = 32
+
+    def __post_init__(self) -> None:
+        for field in ("sinks", "recent", "prompt_ends"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise KvlearnError(f"protect: {field} is {value}; give a number of tokens that is 0 or more.")
+        if self.prompt not in ("none", "whole", "ends"):
+            raise KvlearnError(f"protect: prompt is {self.prompt!r}; use 'none', 'whole' or 'ends'.")
+
+    def mask(self, pos: Tensor, length: Tensor, prompt_length: Tensor) -> Tensor:
+        """Which slots are protected. The one rule, applied before scoring, for all policies.
+
+        Args:
+            pos: ``[B, H, S]`` int32 logical position of each slot's token, -1 where the slot is empty.
+            length: ``[B]`` tokens seen by each row.
+            prompt_length: ``[B]`` tokens of each row's first prompt.
+
+        Returns:
+            ``[B, H, S]`` bool. Empty slots are never protected.
+        """
+        if self.recent is None:
+            raise KvlearnError("protect: recent is not resolved; the cache sets it to one block.")
+        age = length.view(-1, 1, 1) - pos
+        protected = (pos < self.sinks) | (age <= self.recent)
+        first_prompt = prompt_length.view(-1, 1, 1)
+        if self.prompt == "whole":
+            protected |= pos < first_prompt
+        elif self.prompt == "ends":
+            protected |= pos < self.prompt_ends
+            protected |= (pos < first_prompt) & (pos >= first_prompt - self.prompt_ends)
+        return protected & (pos >= 0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The hard bound of one KV head of one layer, with what it must at least hold.
+
+    Args:
+        slots: the most slots one KV head of one layer may hold at any moment, or ``None`` for no bound
+            (only the ``full`` policy, which never evicts, may do without).
+        block: queries per observed block, ``W``. Victims are chosen once per block. ``None`` means 32, less for a
+            budget below 128.
+        protect: which slots no policy may evict.
+
+    Raises:
+        KvlearnError: the budget is below protection plus one block.
+    """
+
+    slots: int | None
+    block: int
+    protect: Protection
+
+    @classmethod
+    def resolve(cls, slots: int | None, block: int | None = None, protect: Protection | None = None) -> Budget:
+        """Fill the defaults that depend on each other and check that they fit."""
+        if slots is not None and slots < 1:
+            raise KvlearnError(f"budget is {slots}; give a number of slots that is 1 or more.")
+        if block is None:
+            block = DEFAULT_BLOCK if slots is None else max(1, min(DEFAULT_BLOCK, slots // 4))
+        if block < 1:
+            raise KvlearnError(f"block is {block}; give a number of queries that is 1 or more.")
+        protect = protect or Protection()
+        if protect.recent is None:
+            protect = Protection(protect.sinks, block, protect.prompt, protect.prompt_ends)
+        assert protect.recent is not None
+        ends = 2 * protect.prompt_ends if protect.prompt == "ends" else 0
+        least = protect.sinks + protect.recent + ends + block
+        if slots is not None and slots < least:
+            raise KvlearnError(
+                f"budget is {slots} slots, below the {least} that protection ({protect.sinks} sinks, "
+                f"{protect.recent} recent, {ends} prompt) plus one block of {block} take; "
+                "raise the budget, or lower protect or block."
+            )
+        return cls(slots, block, protect)
