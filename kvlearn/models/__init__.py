@@ -1,0 +1,16 @@
+"""Models by name, the fingerprint that says which model something belongs to, and text to tokens."""
+
+from kvlearn.models.fingerprint import fingerprint, fingerprint_mismatch, same_weights
+from kvlearn.models.load import LoadedModel, load_model, model_aliases
+from kvlearn.models.text import encode, tokenizer_hash
+
+__all__ = [
+    "LoadedModel",
+    "encode",
+    "fingerprint",
+    "fingerprint_mismatch",
+    "load_model",
+    "model_aliases",
+    "same_weights",
+    "tokenizer_hash",
+]
