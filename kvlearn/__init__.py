@@ -29,7 +29,7 @@ _PUBLIC = {
     "Scorer": "kvlearn.scorers",
     "enable": "kvlearn.attention",
 }
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = ["EvictingCache", "KvlearnError", "Policy", "Protection", "Scorer", "__version__", "enable"]
 
 
 def __getattr__(name: str) -> Any:

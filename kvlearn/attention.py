@@ -16,7 +16,7 @@ from kvlearn.errors import KvlearnError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvlearn.cache import EvictingLayer
+    from kvlearn.layer import EvictingLayer
 
 NAME = "kvlearn"
 _TAG = "_kvlearn_layer"

@@ -11,11 +11,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvlearn import attention
 from kvlearn.errors import KvlearnError
-from kvlearn.layer import EvictingLayer, LayerConfig, Recorder
+from kvlearn.layer import EvictingLayer
 from kvlearn.policies import resolve
 from kvlearn.policies.base import Policy
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce, Protection
+from kvlearn.slots import LayerConfig, Recorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +28,8 @@ class EvictingCache(Cache):
     """A transformers cache that never holds more than ``budget`` slots per KV head and layer.
 
     Pass it to ``model.generate(..., past_key_values=cache)``, or to the model itself. The model must use
-    ``attn_implementation="kvlearn"`` (see :func:`kvlearn.enable`). One cache serves one batch, over any number of turns.
+    ``attn_implementation="kvlearn"`` (see :func:`kvlearn.enable`). One cache serves one batch, over any number of
+    turns.
 
     Args:
         model: the model that will use the cache.
@@ -72,6 +74,8 @@ class EvictingCache(Cache):
                 "give one number per such layer."
             )
         unrotate = Unrotator(model) if "static" in self.policy.reads or recorder is not None else None
+        if block is None:  # one block size for all layers, so that they observe and evict in step
+            block = Budget.resolve(min((b for b in budgets if b is not None), default=None), None, protect).block
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
             layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder))
@@ -87,7 +91,8 @@ class EvictingCache(Cache):
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refused; see :meth:`EvictingLayer.crop`."""
-        self.layers[self.managed[0]].crop(*args)
+        for layer in self.evicting_layers():
+            layer.crop(*args)
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new text."""
@@ -96,7 +101,8 @@ class EvictingCache(Cache):
 
     def evicting_layers(self) -> list[EvictingLayer]:
         """The managed layers, in order."""
-        return [self.layers[i] for i in self.managed]
+        layers: list[Any] = self.layers
+        return [layers[i] for i in self.managed]
 
     def positions(self, layer: int) -> Tensor:
         """``[B, H, S]`` int32 logical position of the token in each slot, -1 where empty.
@@ -106,7 +112,7 @@ class EvictingCache(Cache):
         """
         if layer not in self.managed:
             raise KvlearnError(f"layer {layer} is not managed by this cache; managed are {self.managed}.")
-        pos = self.layers[layer].pos
+        pos = self.evicting_layers()[self.managed.index(layer)].pos
         return torch.empty(0, 0, 0, dtype=torch.int32) if pos is None else pos
 
     def stats(self) -> dict[str, Any]:
@@ -121,13 +127,13 @@ class EvictingCache(Cache):
         kv = state = other = most = 0
         held: list[float] = []
         length: list[int] = []
-        for i, layer in enumerate(self.layers):
-            tensors = {id(t): t for t in vars(layer).values() if isinstance(t, Tensor)}.values()
-            size = sum(t.untyped_storage().nbytes() for t in tensors)
+        layers: list[Any] = self.layers
+        for i, layer in enumerate(layers):
+            size = sum(_nbytes(t) for t in vars(layer).values() if isinstance(t, Tensor))
             if i not in self.managed:
                 other += size
             elif layer.is_initialized:
-                own = sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values))
+                own = _nbytes(layer.keys) + _nbytes(layer.values)
                 kv, state = kv + own, state + size - own
                 count = (layer.pos >= 0).sum(-1)
                 most = max(most, int(count.max()))
@@ -146,6 +152,10 @@ class EvictingCache(Cache):
         }
 
 
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
 def _require_enabled(model: PreTrainedModel) -> None:
     current = getattr(model.config, "_attn_implementation", None)
     if current != attention.NAME:
@@ -153,4 +163,7 @@ def _require_enabled(model: PreTrainedModel) -> None:
 
 
 def _wrong_attention(current: str | None) -> str:
-    return f"the model uses attn_implementation={current!r}, which an EvictingCache cannot see; call kvlearn.enable(model)."
+    return (
+        f"the model uses attn_implementation={current!r}, which an EvictingCache cannot see; "
+        "call kvlearn.enable(model)."
+    )

@@ -101,7 +101,7 @@ def observe(state: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor
     """
     old = state.float()
     mean, peak = decode_mass(mean_code), decode_mass(peak_code)
-    # Decays in float64: torch's vectorised and scalar float32 exp2 differ in the last bit, and equal bits are the point.
+    # Decays in float64: torch's vectorised and scalar float32 exp2 differ in the last bit, and bits must be equal.
     exact = queries.double().view(-1, 1, 1)
     n = exact.float()
     age = age.to(old.dtype).clamp(min=1.0)

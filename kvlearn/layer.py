@@ -13,134 +13,29 @@ received from the block, which is folded into the history. That is exact, and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from kvlearn import history
 from kvlearn.attention import tag
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.decode_attention import decode_attention
-from kvlearn.policies.base import Policy, Slots, select_victims
-from kvlearn.shapes import Budget, GroupReduce
-
-_GROWTH = 1024  # slots added at a time when there is no budget
-_SLOT_DIM = {"keys": 2, "values": 2, "pos": 2, "state": 3, "static": 2, "last_query": 2}
-_ROW_STATE = (*_SLOT_DIM, "length", "prompt_length", "order", "queries", "lse", "query_pos")
+from kvlearn.policies.base import Slots, select_victims
+from kvlearn.slots import SLOT_DIM, Call, SlotStore, expand
 
 
-class Recorder(Protocol):
-    """What a trace collector receives while a cache runs (see :mod:`kvlearn.traces.collect`)."""
-
-    def tokens(self, layer: int, pos: Tensor, keys: Tensor, values: Tensor) -> None:
-        """New tokens: positions ``[B, C]``, keys before rotation and values ``[B, H, C, D]``."""
-
-    def blocks(self, layer: int, pos: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor) -> None:
-        """Observed blocks: slot positions ``[B, H, S]``, codes ``[N, B, H, S]``, queries per block ``[N, B]``."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The tokens of one call.
-
-    Attributes:
-        query: ``[B, H * G, C, D]``.
-        key, value: ``[B, H, C, D]``.
-        pos: ``[B, C]`` int32 logical positions, -1 for padding.
-        valid: ``[B, C]`` bool, or ``None`` when nothing is padding.
-        nth: ``[1 or B, C]`` int64, how many of the row's tokens have come by then in this call.
-        static: ``[B, H, C, R]`` static score inputs or ``None``.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    pos: Tensor
-    valid: Tensor | None
-    nth: Tensor
-    static: Tensor | None
-
-    @property
-    def count(self) -> int:
-        """Columns of the call, padding included."""
-        return self.query.shape[2]
-
-    @property
-    def tokens(self) -> Tensor:
-        """``[1 or B]`` tokens of each row."""
-        return self.nth[:, -1]
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """What an :class:`EvictingLayer` is told once, at construction."""
-
-    index: int
-    budget: Budget
-    policy: Policy
-    group_reduce: GroupReduce
-    unrotate: Callable[[Tensor, Tensor], Tensor] | None
-    recorder: Recorder | None
-
-
-class EvictingLayer(CacheLayerMixin):
-    """Slots of one layer, with every piece of state that belongs to them.
-
-    Attributes (``None`` before the first call):
-        keys, values: ``[B, H, S, D]``, allocated once.
-        pos: ``[B, H, S]`` int32 logical position of each slot's token in its row, -1 where empty.
-        state: ``[B, H, K, S]`` history, if the policy reads it.
-        static: ``[B, H, S, R]`` static score inputs, if the policy reads them.
-        last_query: ``[B, H, S]`` mass given by the latest query, if the policy reads it.
-        length: ``[B]`` int64 tokens seen by each row, padding excluded.
-        prompt_length: ``[B]`` int64 tokens of each row's prompt.
-        order: ``[B, H, M]`` slots to overwrite next, in that order, from ``cursor`` on.
-    """
+class EvictingLayer(SlotStore):
+    """Attention, observation and eviction over the slots of one layer."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self._clear()
-
-    def _clear(self) -> None:
-        for name in _ROW_STATE:
-            setattr(self, name, None)
-        self.is_initialized = False
-        self.seen = 0  # columns fed so far, padding included: what transformers calls the sequence length
-        self.used = 0  # slots [0, used) may hold a token in some row
-        self.cursor = 0  # next entry of `order`
-        self.open = 0  # queries of the block that has not been observed yet
-        self.uneven = False  # some row had padding, so `used` slots are not all valid
-        self.decoding = False  # a single-token call has been made: the prompt is over
-        self.pending = False  # `update` was called and `attend` was not yet
-
     # ---- transformers' cache layer interface -------------------------------------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate all slots."""
-        batch, heads, _, _ = key_states.shape
-        capacity = self.config.budget.slots or _GROWTH
-        self.device, self.dtype = key_states.device, key_states.dtype
-        self.keys = key_states.new_zeros(batch, heads, capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
-        self.pos = torch.full((batch, heads, capacity), -1, dtype=torch.int32, device=self.device)
-        self.length = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.prompt_length = torch.zeros_like(self.length)
-        self.order = torch.zeros(batch, heads, 0, dtype=torch.int64, device=self.device)
-        if "history" in self.config.policy.reads:
-            self.state = history.empty((batch, heads, capacity), self.device)
-        if "last_query" in self.config.policy.reads:
-            self.last_query = torch.zeros(batch, heads, capacity, device=self.device)
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand this call's keys to the attention function, tagged with this layer, which then stores them."""
@@ -174,27 +69,9 @@ class EvictingLayer(CacheLayerMixin):
     def crop(self, *args: Any) -> None:
         """Refused: evicted tokens and folded observations cannot be brought back."""
         raise KvlearnError(
-            "an EvictingCache cannot be cropped, so assisted and prompt-lookup decoding cannot use it; generate without "
-            "assistant_model and prompt_lookup_num_tokens."
+            "an EvictingCache cannot be cropped, so assisted and prompt-lookup decoding cannot use it; generate "
+            "without assistant_model and prompt_lookup_num_tokens."
         )
-
-    def _map_rows(self, move: Callable[[Tensor], Tensor]) -> None:
-        for name in _ROW_STATE:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, move(tensor))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Move all state with its row (beam search)."""
-        self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row with all its state."""
-        self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows with all their state."""
-        self._map_rows(lambda t: t[indices.to(t.device)])
 
     # ---- attention ---------------------------------------------------------------------------------------------
 
@@ -228,7 +105,8 @@ class EvictingLayer(CacheLayerMixin):
             self.lazy_initialization(key, value)
         if key.shape[0] != self.pos.shape[0]:
             raise KvlearnError(
-                f"this cache holds {self.pos.shape[0]} rows and was called with {key.shape[0]}; use one cache per batch."
+                f"this cache holds {self.pos.shape[0]} rows and was called with {key.shape[0]}; "
+                "use one cache per batch."
             )
         self.scale, self.softcap = scale, softcap
         count = query.shape[2]
@@ -240,11 +118,11 @@ class EvictingLayer(CacheLayerMixin):
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
             self.uneven = True
-        call = _Call(query, key, value, pos, valid, nth, self._static(key, value, pos, position_ids))
+        call = Call(query, key, value, pos, valid, nth, self._static(key, value, pos, position_ids))
         fits = self._plan(count)
         out = self._overwrite(call) if fits else self._cut(call)
         self.seen += count
-        self.decoding |= count == 1
+        self.decoding |= count == 1 and self.seen > count
         if not self.decoding:
             self.prompt_length = self.length
         return out
@@ -272,7 +150,7 @@ class EvictingLayer(CacheLayerMixin):
             return True
         budget = self.config.budget
         if budget.slots is None:
-            self._grow(self.used + count)
+            self.grow(self.used + count)
         free = self.keys.shape[2] - self.used
         if free >= count:
             want = count if count > 1 else min(budget.block, free)
@@ -283,19 +161,19 @@ class EvictingLayer(CacheLayerMixin):
                 self.order = order.expand(*self.pos.shape[:2], want)
         elif count <= budget.block:
             self.used = self.keys.shape[2]
-            self.order = self._victims(self._slots(), budget.block if count == 1 else count)
+            self.order = self._victims(self.held(), budget.block if count == 1 else count)
         else:
             return False
         self.cursor = 0
         return True
 
-    def _overwrite(self, call: _Call) -> Tensor:
+    def _overwrite(self, call: Call) -> Tensor:
         """Put the call's tokens over slots one by one; see the module's docstring."""
         count, full = call.count, self.used == self.keys.shape[2]
         target = self.order[..., self.cursor : self.cursor + count]  # [B, H, C]
         self.cursor += count
         if count == 1 and call.valid is None:
-            self._write(target, call)
+            self.write(target, call)
             end = self.used
             visible = (self.pos[:, :, None, :end] >= 0) if self.uneven else None
             out, lse = decode_attention(
@@ -308,20 +186,20 @@ class EvictingLayer(CacheLayerMixin):
             )
         else:
             out, lse = self._attend_all(call, target if full or self.uneven else None)
-            self._write(target, call)
+            self.write(target, call)
         before, self.length = self.length, self.length + call.tokens
         if count == 1:
             self._keep_query(call, lse)
         elif self._observing:
-            slots = self._slots()
+            slots = self.held()
             own_last = not (full or self.uneven)
             self._store(*self._observe(call.query, lse, call.pos, slots, before, own_keys_last=own_last))
         return out
 
-    def _cut(self, call: _Call) -> Tensor:
+    def _cut(self, call: Call) -> Tensor:
         """Attend to a prompt in full, then keep as many slots as the budget allows."""
         out, lse = self._attend_all(call, None)
-        slots = self._joined(call)
+        slots = self.joined(call)
         before, self.length = self.length, self.length + call.tokens
         state, last = slots.state, None
         if self._observing:
@@ -332,14 +210,14 @@ class EvictingLayer(CacheLayerMixin):
         gone.scatter_(-1, self._victims(slots, slots.pos.shape[-1] - capacity), True)
         # What stays is laid out by position.
         keep = torch.where(gone, torch.iinfo(torch.int32).max, slots.pos).argsort(dim=-1, stable=True)[..., :capacity]
-        for name, dim in _SLOT_DIM.items():
+        for name, dim in SLOT_DIM.items():
             tensor = getattr(slots, name)
             if tensor is not None:
-                getattr(self, name).copy_(tensor.gather(dim, _expand(keep, tensor, dim)))
+                getattr(self, name).copy_(tensor.gather(dim, expand(keep, tensor, dim)))
         self.used, self.cursor, self.order = capacity, 0, self.order[..., :0]
         return out
 
-    def _attend_all(self, call: _Call, target: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend_all(self, call: Call, target: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention of the call's queries over the slots held and the call's own tokens.
 
         ``target`` ``[B, H, C]`` names slots that the call's tokens overwrite one by one: a query does not see the ones
@@ -365,77 +243,6 @@ class EvictingLayer(CacheLayerMixin):
         values = torch.cat([self.values[:, :, :end], call.value], dim=2)
         return decode_attention(call.query, keys, values, visible=visible, scale=self.scale, softcap=self.softcap)
 
-    # ---- slots -------------------------------------------------------------------------------------------------
-
-    def _write(self, target: Tensor, call: _Call) -> None:
-        """Store the call's tokens at ``target`` ``[B, H, C]``; a row's padding leaves its slots as they are."""
-        new = {
-            "keys": call.key,
-            "values": call.value,
-            "pos": call.pos[:, None].expand_as(target),
-            "static": call.static,
-        }
-        padding = None
-        if call.valid is not None:  # tokens to the front: the i-th token of each row takes the i-th slot of its plan
-            front = (~call.valid).to(torch.uint8).sort(dim=-1, stable=True).indices
-            pick = front[:, None].expand_as(target)
-            new = {n: t if t is None else t.gather(2, _expand(pick, t, 2)) for n, t in new.items()}
-            padding = ~call.valid.gather(1, front)[:, None].expand_as(target)
-        for name, dim in _SLOT_DIM.items():
-            slots, fresh = getattr(self, name), new.get(name)
-            if slots is None:
-                continue
-            index = _expand(target, slots, dim)
-            if fresh is None:
-                fresh = slots.new_zeros(()).expand(index.shape)
-            if padding is not None:
-                fresh = torch.where(_expand(padding, slots, dim), slots.gather(dim, index), fresh)
-            slots.scatter_(dim, index, fresh)
-        self.used = min(self.keys.shape[2], self.used + call.count)
-
-    def _grow(self, needed: int) -> None:
-        """Add slots; only without a budget."""
-        capacity = self.keys.shape[2]
-        if needed <= capacity:
-            return
-        extra = max(needed - capacity, _GROWTH)
-        for name, dim in _SLOT_DIM.items():
-            tensor = getattr(self, name)
-            if tensor is not None:
-                shape = [*tensor.shape]
-                shape[dim] = extra
-                more = tensor.new_full(shape, -1 if name == "pos" else 0)
-                setattr(self, name, torch.cat([tensor, more], dim=dim))
-
-    def _slots(self) -> Slots:
-        def held(name: str) -> Tensor:
-            tensor = getattr(self, name)
-            return tensor if tensor is None else tensor.narrow(_SLOT_DIM[name], 0, self.used)
-
-        return Slots(
-            layer=self.config.index,
-            length=self.length,
-            budget=self.config.budget.slots or self.keys.shape[2],
-            block=self.config.budget.block,
-            **{name: held(name) for name in _SLOT_DIM},
-        )
-
-    def _joined(self, call: _Call) -> Slots:
-        """What is held and the call's own tokens, as one."""
-        held = self._slots()
-        shape = (*call.key.shape[:2], call.count)
-        own = {
-            "keys": call.key,
-            "values": call.value,
-            "pos": call.pos[:, None].expand(shape),
-            "static": call.static,
-            "state": None if held.state is None else history.empty(shape, self.device),
-            "last_query": None if held.last_query is None else held.last_query.new_zeros(shape),
-        }
-        return replace(
-            held, **{n: t if t is None else torch.cat([getattr(held, n), t], dim=_SLOT_DIM[n]) for n, t in own.items()}
-        )
-
     def _victims(self, slots: Slots, count: int) -> Tensor:
         """``[B, H, count]`` slots that go next: protection, then the policy's score."""
         prompt_length = self.prompt_length if self.decoding else self.length
@@ -448,7 +255,7 @@ class EvictingLayer(CacheLayerMixin):
     def _observing(self) -> bool:
         return bool(self.config.policy.reads & {"history", "last_query"}) or self.config.recorder is not None
 
-    def _keep_query(self, call: _Call, lse: Tensor) -> None:
+    def _keep_query(self, call: Call, lse: Tensor) -> None:
         """Remember a decoded query until its block ends."""
         block = self.config.budget.block
         if self._observing:
@@ -474,7 +281,7 @@ class EvictingLayer(CacheLayerMixin):
             pos = self.query_pos[:, :count]
             before = self.length - (pos >= 0).sum(-1)
             query, lse = self.queries[:, :, :count], self.lse[:, :, :count]
-            self._store(*self._observe(query, lse, pos, self._slots(), before, own_keys_last=False))
+            self._store(*self._observe(query, lse, pos, self.held(), before, own_keys_last=False))
 
     def _store(self, state: Tensor | None, last: Tensor | None) -> None:
         if state is not None:
@@ -510,20 +317,12 @@ class EvictingLayer(CacheLayerMixin):
         if not folds:
             return None, last
         state, length = slots.state, before
+        assert state is not None
         for n in range(mean_code.shape[0]):
             length = length + observed.queries[n]
             age = length.view(-1, 1, 1) - slots.pos
             state = history.observe(state, mean_code[n], peak_code[n], observed.queries[n], age)
         return state, last
-
-
-def _expand(index: Tensor, like: Tensor, dim: int) -> Tensor:
-    """``[B, H, M]`` broadcast to the shape of ``like`` with ``M`` along its slot dimension ``dim``."""
-    if like.ndim == 3:
-        return index
-    shape = [*like.shape]
-    shape[dim] = index.shape[-1]
-    return (index[..., None] if dim == 2 else index[:, :, None]).expand(shape)
 
 
 def _own_validity(mask: Tensor | None, count: int) -> Tensor | None:

@@ -1,0 +1,236 @@
+"""Storage of one layer's slots: allocation, writing, growing, moving rows. What to store is the layer's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvlearn import history
+from kvlearn.policies.base import Policy, Slots
+from kvlearn.shapes import Budget, GroupReduce
+
+_GROWTH = 1024  # slots added at a time when there is no budget
+SLOT_DIM = {"keys": 2, "values": 2, "pos": 2, "state": 3, "static": 2, "last_query": 2}
+_ROW_STATE = (*SLOT_DIM, "length", "prompt_length", "order", "queries", "lse", "query_pos")
+
+
+class Recorder(Protocol):
+    """What a trace collector receives while a cache runs (see :mod:`kvlearn.traces.collect`)."""
+
+    def tokens(self, layer: int, pos: Tensor, keys: Tensor, values: Tensor) -> None:
+        """New tokens: positions ``[B, C]``, keys before rotation and values ``[B, H, C, D]``."""
+
+    def blocks(self, layer: int, pos: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor) -> None:
+        """Observed blocks: slot positions ``[B, H, S]``, codes ``[N, B, H, S]``, queries per block ``[N, B]``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tokens of one call.
+
+    Attributes:
+        query: ``[B, H * G, C, D]``.
+        key, value: ``[B, H, C, D]``.
+        pos: ``[B, C]`` int32 logical positions, -1 for padding.
+        valid: ``[B, C]`` bool, or ``None`` when nothing is padding.
+        nth: ``[1 or B, C]`` int64, how many of the row's tokens have come by then in this call.
+        static: ``[B, H, C, R]`` static score inputs or ``None``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pos: Tensor
+    valid: Tensor | None
+    nth: Tensor
+    static: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Columns of the call, padding included."""
+        return self.query.shape[2]
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[1 or B]`` tokens of each row."""
+        return self.nth[:, -1]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What an :class:`EvictingLayer` is told once, at construction."""
+
+    index: int
+    budget: Budget
+    policy: Policy
+    group_reduce: GroupReduce
+    unrotate: Callable[[Tensor, Tensor], Tensor] | None
+    recorder: Recorder | None
+
+
+class SlotStore(CacheLayerMixin):
+    """Slots of one layer, with every piece of state that belongs to them.
+
+    The slot dimension of each tensor is in :data:`SLOT_DIM`; everything in ``_ROW_STATE`` has the batch first.
+
+    Attributes (``None`` before the first call):
+        keys, values: ``[B, H, S, D]``, allocated once.
+        pos: ``[B, H, S]`` int32 logical position of each slot's token in its row, -1 where empty.
+        state: ``[B, H, K, S]`` history, if the policy reads it.
+        static: ``[B, H, S, R]`` static score inputs, if the policy reads them.
+        last_query: ``[B, H, S]`` mass given by the latest query, if the policy reads it.
+        length: ``[B]`` int64 tokens seen by each row, padding excluded.
+        prompt_length: ``[B]`` int64 tokens of each row's prompt.
+        order: ``[B, H, M]`` slots to overwrite next, in that order, from ``cursor`` on.
+    """
+
+    # Tensors once the layer is initialised; Any, because transformers types `keys` and `values` as optional.
+    keys: Any
+    values: Any
+    pos: Any
+    state: Any
+    static: Any
+    last_query: Any
+    length: Any
+    prompt_length: Any
+    order: Any
+    queries: Any
+    lse: Any
+    query_pos: Any
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._clear()
+
+    def _clear(self) -> None:
+        for name in _ROW_STATE:
+            setattr(self, name, None)
+        self.is_initialized = False
+        self.seen = 0  # columns fed so far, padding included: what transformers calls the sequence length
+        self.used = 0  # slots [0, used) may hold a token in some row
+        self.cursor = 0  # next entry of `order`
+        self.open = 0  # queries of the block that has not been observed yet
+        self.uneven = False  # some row had padding, so `used` slots are not all valid
+        self.decoding = False  # a single-token call has been made: the prompt is over
+        self.pending = False  # `update` was called and `attend` was not yet
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all slots."""
+        batch, heads, _, _ = key_states.shape
+        capacity = self.config.budget.slots or _GROWTH
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.keys = key_states.new_zeros(batch, heads, capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
+        self.pos = torch.full((batch, heads, capacity), -1, dtype=torch.int32, device=self.device)
+        self.length = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.prompt_length = torch.zeros_like(self.length)
+        self.order = torch.zeros(batch, heads, 0, dtype=torch.int64, device=self.device)
+        if "history" in self.config.policy.reads:
+            self.state = history.empty((batch, heads, capacity), self.device)
+        if "last_query" in self.config.policy.reads:
+            self.last_query = torch.zeros(batch, heads, capacity, device=self.device)
+        self.is_initialized = True
+
+    def _map_rows(self, move: Callable[[Tensor], Tensor]) -> None:
+        for name in _ROW_STATE:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, move(tensor))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Move all state with its row (beam search)."""
+        self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row with all its state."""
+        self._map_rows(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows with all their state."""
+        self._map_rows(lambda t: t[indices.to(t.device)])
+
+    def write(self, target: Tensor, call: Call) -> None:
+        """Store the call's tokens at ``target`` ``[B, H, C]``; a row's padding leaves its slots as they are."""
+        new = {
+            "keys": call.key,
+            "values": call.value,
+            "pos": call.pos[:, None].expand_as(target),
+            "static": call.static,
+        }
+        padding = None
+        if call.valid is not None:  # tokens to the front: the i-th token of each row takes the i-th slot of its plan
+            front = (~call.valid).to(torch.uint8).sort(dim=-1, stable=True).indices
+            pick = front[:, None].expand_as(target)
+            new = {n: t if t is None else t.gather(2, expand(pick, t, 2)) for n, t in new.items()}
+            padding = ~call.valid.gather(1, front)[:, None].expand_as(target)
+        for name, dim in SLOT_DIM.items():
+            slots, fresh = getattr(self, name), new.get(name)
+            if slots is None:
+                continue
+            index = expand(target, slots, dim)
+            if fresh is None:
+                fresh = slots.new_zeros(()).expand(index.shape)
+            if padding is not None:
+                fresh = torch.where(expand(padding, slots, dim), slots.gather(dim, index), fresh)
+            slots.scatter_(dim, index, fresh)
+        self.used = min(self.keys.shape[2], self.used + call.count)
+
+    def grow(self, needed: int) -> None:
+        """Add slots; only without a budget."""
+        capacity = self.keys.shape[2]
+        if needed <= capacity:
+            return
+        extra = max(needed - capacity, _GROWTH)
+        for name, dim in SLOT_DIM.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                shape = [*tensor.shape]
+                shape[dim] = extra
+                more = tensor.new_full(shape, -1 if name == "pos" else 0)
+                setattr(self, name, torch.cat([tensor, more], dim=dim))
+
+    def held(self) -> Slots:
+        """What a policy may read of the slots in use."""
+        def narrow(name: str) -> Any:
+            tensor = getattr(self, name)
+            return tensor if tensor is None else tensor.narrow(SLOT_DIM[name], 0, self.used)
+
+        return Slots(
+            layer=self.config.index,
+            length=self.length,
+            budget=self.config.budget.slots or self.keys.shape[2],
+            block=self.config.budget.block,
+            **{name: narrow(name) for name in SLOT_DIM},
+        )
+
+    def joined(self, call: Call) -> Slots:
+        """What is held and the call's own tokens, as one."""
+        held = self.held()
+        shape = (*call.key.shape[:2], call.count)
+        own: dict[str, Any] = {
+            "keys": call.key,
+            "values": call.value,
+            "pos": call.pos[:, None].expand(shape),
+            "static": call.static,
+            "state": None if held.state is None else history.empty(shape, self.device),
+            "last_query": None if held.last_query is None else held.last_query.new_zeros(shape),
+        }
+        for name, tensor in own.items():
+            if tensor is not None:
+                own[name] = torch.cat([getattr(held, name), tensor], dim=SLOT_DIM[name])
+        return replace(held, **own)
+
+
+def expand(index: Tensor, like: Tensor, dim: int) -> Tensor:
+    """``[B, H, M]`` broadcast to the shape of ``like`` with ``M`` along its slot dimension ``dim``."""
+    if like.ndim == 3:
+        return index
+    shape = [*like.shape]
+    shape[dim] = index.shape[-1]
+    return (index[..., None] if dim == 2 else index[:, :, None]).expand(shape)
