@@ -21,6 +21,12 @@ FLOOR = 2.0**-20
 
 STATIC_DTYPE = torch.float16
 
+KEY_DTYPE = torch.bfloat16
+"""Keys are rounded to this before they are read, because a trace stores them so."""
+
+NORM_DTYPE = torch.float16
+"""Value norms are rounded to this before they are read, because a trace stores them so."""
+
 DYNAMIC: tuple[str, ...] = (
     "log_last",
     *(f"log_ema{h}" for h in HALF_LIVES),
@@ -75,19 +81,29 @@ def dynamic_features(state: Tensor, pos: Tensor, length: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1)
 
 
+def value_norms(values: Tensor) -> Tensor:
+    """Euclidean norms of values ``[..., D]``: ``[...]`` of :data:`NORM_DTYPE`, never infinite."""
+    return _stored_norm(torch.linalg.vector_norm(values.float(), dim=-1))
+
+
+def _stored_norm(norm: Tensor) -> Tensor:
+    return norm.float().clamp(max=torch.finfo(NORM_DTYPE).max).to(NORM_DTYPE)
+
+
 def static_features(keys: Tensor, value_norm: Tensor, projection: Tensor | None) -> Tensor:
     """What can be said of a token when it is written.
 
     Args:
-        keys: ``[B, H, C, D]`` keys before the rotary embedding.
-        value_norm: ``[B, H, C]`` Euclidean norm of the values.
+        keys: ``[B, H, C, D]`` keys before the rotary embedding; rounded to :data:`KEY_DTYPE`.
+        value_norm: ``[B, H, C]`` Euclidean norm of the values; rounded to :data:`NORM_DTYPE`.
         projection: ``[H, D, R]`` learned projection of the key, or ``None`` for the scalars alone.
 
     Returns:
         ``[B, H, C, R + 2]`` of :data:`STATIC_DTYPE`: :data:`STATIC_SCALARS`, then the projected key.
     """
-    keys = keys.float()
-    scalars = torch.stack([torch.log(keys.norm(dim=-1) + 1e-6), torch.log(value_norm.float() + 1e-6)], dim=-1)
+    keys = keys.to(KEY_DTYPE).float()
+    norms = _stored_norm(value_norm).float()
+    scalars = torch.stack([torch.log(keys.norm(dim=-1) + 1e-6), torch.log(norms + 1e-6)], dim=-1)
     if projection is not None:
         scalars = torch.cat([scalars, keys @ projection.float()], dim=-1)
     return scalars.to(STATIC_DTYPE)

@@ -1,0 +1,82 @@
+"""Small traces for tests: a tiny model, random text, and the cache wired to the collector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvlearn
+from kvlearn.attention import cache_argument
+from kvlearn.traces import Feed, Layout, Manifest, TraceWriter, WindowRecorder, collect
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    input_ids: list[int]
+    domain: str
+    doc: str
+    start: int
+    documents: tuple[str, ...]
+
+
+def random_windows(count: int, tokens: int, vocabulary: int = 200, seed: int = 0) -> Iterator[TextWindow]:
+    generator = torch.Generator().manual_seed(seed)
+    for i in range(count):
+        ids = torch.randint(1, vocabulary, (tokens,), generator=generator).tolist()
+        yield TextWindow(ids, f"domain{i % 2}", f"doc{i}", 0, (f"doc{i}",))
+
+
+def run(model: Any, cache: Any, ids: Tensor) -> None:
+    with torch.inference_mode():
+        model(ids, **{cache_argument(model): cache})
+
+
+def feeds(model: Any, block: int, group_reduce: Any = "mean", protect: Any = None) -> Any:
+    """What collect() asks for: a maker of caches that report to a recorder."""
+    kvlearn.enable(model)
+
+    def make_feed(policy: Any, budget: int | None, recorder: WindowRecorder) -> Feed:
+        cache = kvlearn.EvictingCache(
+            model, policy, budget, recorder=recorder, block=block, group_reduce=group_reduce, protect=protect
+        )
+        return lambda ids: run(model, cache, ids)
+
+    return make_feed
+
+
+def layout_of(model: Any, window: int, block: int) -> Layout:
+    config = model.config
+    layers = tuple(range(config.num_hidden_layers))
+    return Layout(layers, config.num_key_value_heads, config.head_dim, window, block)
+
+
+def manifest_of(layout: Layout, windows: int, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "fingerprint": {"layers": len(layout.layers)},
+        "tokenizer": "0" * 32,
+        "layout": layout,
+        "group_reduce": "mean",
+        "data": "random",
+        "split": "train",
+        "seed": 0,
+        "tokens": windows * layout.window,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        **changes,
+    }
+    return Manifest(**fields)
+
+
+def tiny_trace(
+    folder: Path, model: Any, windows: int = 3, window: int = 96, block: int = 8, **changes: Any
+) -> Manifest:
+    layout = layout_of(model, window, block)
+    writer = TraceWriter(folder, manifest_of(layout, windows, **changes))
+    return collect(random_windows(windows, window), writer, feeds(model, block))
