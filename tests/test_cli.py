@@ -181,3 +181,18 @@ def test_ctrl_c_is_one_word() -> None:
     _, printed = process.communicate()
     assert process.returncode == 130
     assert printed == "interrupted\n"
+
+
+def test_corpora_lists_what_is_here_and_how_to_get_the_rest(monkeypatch, capsys) -> None:
+    from kvlearn import corpora
+
+    found = [
+        corpora.CorpusInfo("notes", "prose: some notes", "comes with Python", True),
+        corpora.CorpusInfo("poems", "verse: some poems", "pip install poems[all]", False),
+    ]
+    monkeypatch.setattr(corpora, "list_corpora", lambda: found)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["corpora"]) == 0
+    _, notes, poems = capsys.readouterr().out.splitlines()
+    assert notes.split() == ["notes", "prose:", "some", "notes", "yes"]
+    assert poems.split() == ["poems", "verse:", "some", "poems", "no:", "pip", "install", "poems[all]"]
