@@ -80,6 +80,7 @@ class EvictingCache(Cache):
         for i, layer_budget in zip(managed, self.budgets, strict=True):
             layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder))
         self.managed = managed
+        self.block = self.budgets[0].block if self.budgets else 1
         self._model_config = model.config
         super().__init__(layers=layers)
 

@@ -116,12 +116,21 @@ class Budget:
         if protect.recent is None:
             protect = Protection(protect.sinks, block, protect.prompt, protect.prompt_ends)
         assert protect.recent is not None
-        ends = 2 * protect.prompt_ends if protect.prompt == "ends" else 0
-        least = protect.sinks + protect.recent + ends + block
-        if slots is not None and slots < least:
+        budget = cls(slots, block, protect)
+        if slots is not None and slots < budget.least:
             raise KvlearnError(
-                f"budget is {slots} slots, below the {least} that protection ({protect.sinks} sinks, "
-                f"{protect.recent} recent, {ends} prompt) plus one block of {block} take; "
+                f"budget is {slots} slots, below the {budget.least} that protection ({protect.sinks} sinks, "
+                f"{protect.recent} recent, {budget.prompt_slots} prompt) plus one block of {block} take; "
                 "raise the budget, or lower protect or block."
             )
-        return cls(slots, block, protect)
+        return budget
+
+    @property
+    def prompt_slots(self) -> int:
+        """Slots that the two ends of the prompt take, where they are protected."""
+        return 2 * self.protect.prompt_ends if self.protect.prompt == "ends" else 0
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that can hold what is protected and still turn over one block."""
+        return self.protect.sinks + (self.protect.recent or 0) + self.prompt_slots + self.block

@@ -7,9 +7,11 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import corpora
+from kvlearn.commands import compare, corpora, generate
 
 
 def register(app: typer.Typer) -> None:
     """Add every command to ``app``, in the order in which ``--help`` lists them."""
+    app.command("generate")(generate.generate)
+    app.command("compare")(compare.compare)
     app.command("corpora")(corpora.corpora)

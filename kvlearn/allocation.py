@@ -1,0 +1,66 @@
+"""How a total of slots is shared among layers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvlearn.errors import KvlearnError
+
+
+def layer_budgets(shares: Sequence[float], budget: int, *, least: int) -> list[int]:
+    """Slots per layer in proportion to ``shares``, with the same total as ``budget`` for every layer.
+
+    Args:
+        shares: one positive number per full-attention layer; only their ratios matter.
+        budget: mean slots per layer.
+        least: no layer gets less (protection plus one block).
+
+    Returns:
+        Whole numbers of slots whose sum is ``budget * len(shares)``.
+
+    Raises:
+        KvlearnError: ``budget`` is below ``least``, or a share is not a positive number.
+    """
+    if not shares or any(not (math.isfinite(share) and share > 0) for share in shares):
+        raise KvlearnError(f"an allocation is one positive number per layer, not {list(shares)!r}.")
+    if budget < least:
+        raise KvlearnError(f"budget is {budget} slots, below the {least} that every layer needs at least.")
+    total = budget * len(shares)
+    free = set(range(len(shares)))
+    exact = [0.0] * len(shares)
+    while free:  # layers that would fall below the least get the least; the rest is shared among the others
+        rest = total - least * (len(shares) - len(free))
+        weight = sum(shares[i] for i in free)
+        low = {i for i in free if rest * shares[i] / weight < least}
+        for i in free:
+            exact[i] = least if i in low else rest * shares[i] / weight
+        if not low:
+            break
+        free -= low
+    slots = [math.floor(x) for x in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
+    for i in by_remainder[: total - sum(slots)]:
+        slots[i] += 1
+    return slots
+
+
+def read_shares(path: str | Path) -> list[float]:
+    """Shares of the layers from a JSON list, or from the ``budgets`` of a scorer's folder.
+
+    Raises:
+        KvlearnError: the file is missing or is not a list of numbers.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise KvlearnError(f"cannot read an allocation from {file}: {error}.") from error
+    shares = content.get("budgets") if isinstance(content, dict) else content
+    if not isinstance(shares, list) or not all(isinstance(x, int | float) for x in shares):
+        raise KvlearnError(f"{file} holds no allocation: a JSON list with one number per layer.")
+    return [float(x) for x in shares]

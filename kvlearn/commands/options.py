@@ -1,0 +1,60 @@
+"""Options that several commands share, and what they become."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlearn.errors import KvlearnError
+
+if TYPE_CHECKING:
+    from kvlearn.models import LoadedModel
+    from kvlearn.shapes import Protection
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a local folder, a .gguf file, or smollm2-135m.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32, or auto.")]
+Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of PyTorch; all cores by default.")]
+Block = Annotated[int, typer.Option(help="Queries per observed block; victims are chosen once per block.")]
+Sinks = Annotated[int, typer.Option(help="First tokens of each row that no policy may evict.")]
+Recent = Annotated[int | None, typer.Option(help="Latest tokens that no policy may evict; one block by default.")]
+
+
+def load(model: str, dtype: str, device: str, threads: int | None) -> LoadedModel:
+    """The model, on its device, with the number of threads set."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+    from transformers.utils import logging
+
+    from kvlearn.models import load_model
+
+    logging.disable_progress_bar()
+
+    if threads is not None:
+        if threads < 1:
+            raise KvlearnError(f"--threads is {threads}; give a number that is 1 or more.")
+        torch.set_num_threads(threads)
+    return load_model(model, dtype=dtype, device=device)  # type: ignore[arg-type]  # load_model names the dtypes
+
+
+def protection(sinks: int, recent: int | None) -> Protection:
+    """The protection that the options describe."""
+    from kvlearn.shapes import Protection
+
+    return Protection(sinks=sinks, recent=recent)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Whole numbers from a comma-separated list."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise KvlearnError(f"{option} is {text!r}; give whole numbers with commas between, such as 256,512.") from None
+
+
+def names(text: str) -> list[str]:
+    """Words from a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]

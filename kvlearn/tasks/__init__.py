@@ -1,0 +1,24 @@
+"""Tasks by name: what a policy is measured on. One file each; :data:`TASKS` is the one registry."""
+
+from __future__ import annotations
+
+import difflib
+
+from kvlearn.errors import KvlearnError
+from kvlearn.tasks.base import Task
+from kvlearn.tasks.lm import LanguageModelling
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (LanguageModelling,)}
+
+
+def resolve(name: str) -> Task:
+    """A task from its name.
+
+    Raises:
+        KvlearnError: the name is unknown (the nearest one is suggested).
+    """
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise KvlearnError(f"unknown task {name!r}; {hint}known are {', '.join(sorted(TASKS))}.")
+    return TASKS[name]()
