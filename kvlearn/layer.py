@@ -204,7 +204,7 @@ class EvictingLayer(SlotStore):
         state, last = slots.state, None
         if self._observing:
             state, last = self._observe(call.query, lse, call.pos, slots, before, own_keys_last=True)
-        slots = replace(slots, length=self.length, state=state, last_query=last)
+        slots = replace(slots, length=self.length, prompt_length=self.first_prompt, state=state, last_query=last)
         capacity = self.keys.shape[2]
         gone = torch.zeros_like(slots.pos, dtype=torch.bool)
         gone.scatter_(-1, self._victims(slots, slots.pos.shape[-1] - capacity), True)
@@ -245,8 +245,7 @@ class EvictingLayer(SlotStore):
 
     def _victims(self, slots: Slots, count: int) -> Tensor:
         """``[B, H, count]`` slots that go next: protection, then the policy's score."""
-        prompt_length = self.prompt_length if self.decoding else self.length
-        protected = self.config.budget.protect.mask(slots.pos, slots.length, prompt_length)
+        protected = self.config.budget.protect.mask(slots.pos, slots.length, slots.prompt_length)
         return select_victims(self.config.policy.score(slots), slots.pos, protected, count)
 
     # ---- observation -------------------------------------------------------------------------------------------

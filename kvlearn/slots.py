@@ -195,8 +195,14 @@ class SlotStore(CacheLayerMixin):
                 more = tensor.new_full(shape, -1 if name == "pos" else 0)
                 setattr(self, name, torch.cat([tensor, more], dim=dim))
 
+    @property
+    def first_prompt(self) -> Tensor:
+        """``[B]`` int64 tokens of each row's first prompt, which goes on growing until decoding begins."""
+        return self.prompt_length if self.decoding else self.length
+
     def held(self) -> Slots:
         """What a policy may read of the slots in use."""
+
         def narrow(name: str) -> Any:
             tensor = getattr(self, name)
             return tensor if tensor is None else tensor.narrow(SLOT_DIM[name], 0, self.used)
@@ -204,6 +210,7 @@ class SlotStore(CacheLayerMixin):
         return Slots(
             layer=self.config.index,
             length=self.length,
+            prompt_length=self.first_prompt,
             budget=self.config.budget.slots or self.keys.shape[2],
             block=self.config.budget.block,
             **{name: narrow(name) for name in SLOT_DIM},

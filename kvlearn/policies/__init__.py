@@ -1,7 +1,7 @@
 """Eviction policies by name.
 
-One file per policy; :data:`POLICIES` is the one registry. :func:`resolve` turns what a user gives (a name, a policy, a
-scorer or a scorer's folder) into a policy.
+One file per policy; :data:`POLICIES` is the one registry. :func:`resolve` turns what a user gives (a name with or
+without options, a policy, a scorer or a scorer's folder) into a policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from kvlearn.policies.base import Policy
 from kvlearn.policies.ema import Ema
 from kvlearn.policies.full import Full
 from kvlearn.policies.h2o import H2O
+from kvlearn.policies.h2o_exposure import H2OExposure
+from kvlearn.policies.keydiff import KeyDiff
+from kvlearn.policies.keynorm import KeyNorm
+from kvlearn.policies.learned import Learned
+from kvlearn.policies.options import check_options, parse_options
+from kvlearn.policies.oracle import Oracle
+from kvlearn.policies.protected_random import ProtectedRandom
+from kvlearn.policies.random import Random
+from kvlearn.policies.snapkv import SnapKV
 from kvlearn.policies.streaming import Streaming
+from kvlearn.policies.tova import Tova
 
 if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
@@ -37,31 +47,64 @@ def register(policy: type[Policy]) -> type[Policy]:
     return policy
 
 
-for _policy in (Full, Streaming, H2O, Ema):
+for _policy in (
+    Full,
+    Random,
+    ProtectedRandom,
+    Streaming,
+    H2O,
+    H2OExposure,
+    Tova,
+    SnapKV,
+    Ema,
+    KeyNorm,
+    KeyDiff,
+    Learned,
+    Oracle,
+):
     register(_policy)
+
+
+def parse(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Registered name and options of what a user typed, such as ``"ema:half_life=16"``.
+
+    Returns:
+        ``("ema", {"half_life": 16})``, or ``None`` when no policy has that name (it may be a scorer's folder).
+
+    Raises:
+        KvlearnError: an option is unknown or its value has the wrong type.
+    """
+    known, colon, options = name.partition(":")
+    if known not in POLICIES:
+        return None
+    return known, parse_options(POLICIES[known], options) if colon else {}
 
 
 def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
     """A policy from its name, a scorer's folder or Hub id, a scorer, or itself.
 
+    Args:
+        policy: a name may carry options: ``"ema:half_life=16"``, ``"snapkv:kernel=7:pooling=max"``.
+        **options: further options for a name.
+
     Raises:
-        KvlearnError: the name is unknown (the nearest one is suggested).
+        KvlearnError: the name is unknown or an option is (the nearest is suggested).
     """
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        if policy in POLICIES:
-            return POLICIES[policy](**options)
+        parsed = parse(policy)
+        if parsed is not None:
+            check_options(POLICIES[parsed[0]], options)
+            return POLICIES[parsed[0]](**{**parsed[1], **options})
         if "/" in policy or Path(policy).is_dir():
-            from kvlearn.policies.learned import Learned
             from kvlearn.scorers import Scorer
 
-            return Learned(Scorer.from_pretrained(policy))
-        near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.4)
+            return Learned(Scorer.from_pretrained(policy), policy)
+        name = policy.partition(":")[0]
+        near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise KvlearnError(
-            f"unknown policy {policy!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder."
+            f"unknown policy {name!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder."
         )
-    from kvlearn.policies.learned import Learned
-
     return Learned(policy)

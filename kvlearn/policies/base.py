@@ -6,7 +6,7 @@ it reads and must read positions, never slot indices, so that any layout of slot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -30,6 +30,7 @@ class Slots:
         layer: index of the layer in the model.
         pos: ``[B, H, S]`` int32 logical position of each slot's token in its row, -1 where the slot is empty.
         length: ``[B]`` int64 tokens seen by each row.
+        prompt_length: ``[B]`` int64 tokens of each row's first prompt; equal to ``length`` until decoding begins.
         keys: ``[B, H, S, D]`` keys as cached (rotated).
         values: ``[B, H, S, D]``.
         state: ``[B, H, K, S]`` history, or ``None`` when the policy does not read ``"history"``.
@@ -43,6 +44,7 @@ class Slots:
     layer: int
     pos: Tensor
     length: Tensor
+    prompt_length: Tensor
     keys: Tensor
     values: Tensor
     state: Tensor | None
@@ -85,6 +87,18 @@ class Policy:
     paper: ClassVar[str]
     kind: ClassVar[Kind] = "heuristic"
     reads: ClassVar[frozenset[Reads]] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """What rows call this policy: its name and the options that are not at their default, as a user types them."""
+        told = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.init
+            and isinstance(getattr(self, field.name), int | float | str)
+            and getattr(self, field.name) != field.default
+        ]
+        return ":".join([self.name, *told])
 
     def bind(self, model: PreTrainedModel) -> None:
         """Check that this policy can serve ``model``; raise :class:`KvlearnError` if not. Called once per cache."""

@@ -26,7 +26,7 @@ class Ema(Policy):
     half_life: int = 64
 
     name = "ema"
-    summary = "moving average of attention with a half-life of 64 queries"
+    summary = "moving average of attention, by default with a half-life of 64 queries"
     paper = "exponentially decayed counters, as in learned web caching (LRB, NSDI 2020)"
     reads = frozenset({"history"})
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvlearn.errors import KvlearnError
 from kvlearn.policies.base import Policy, Slots
 
 
@@ -15,6 +16,9 @@ class H2O(Policy):
 
     Args:
         recent_share: share of the budget for the most recent tokens; the paper uses one half.
+
+    Raises:
+        KvlearnError: the share is outside 0 to 1.
     """
 
     recent_share: float = 0.5
@@ -23,6 +27,10 @@ class H2O(Policy):
     summary = "accumulated attention, half of the budget for recent tokens"
     paper = "H2O, arXiv 2306.14048"
     reads = frozenset({"history"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent_share <= 1:
+            raise KvlearnError(f"h2o: recent_share is {self.recent_share}; give a share of the budget in 0 to 1.")
 
     def score(self, slots: Slots) -> Tensor:
         """Sum of all mass received; tokens of the recent half rank above all others."""

@@ -1,0 +1,23 @@
+"""Key norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlearn.policies.base import Policy, Slots
+
+
+@dataclass
+class KeyNorm(Policy):
+    """Keeps keys of small Euclidean norm, which tend to be attended to (arXiv 2406.11430). Reads no attention."""
+
+    name = "keynorm"
+    summary = "keys of small norm are kept"
+    paper = "L2 norm of keys, arXiv 2406.11430"
+
+    def score(self, slots: Slots) -> Tensor:
+        """Minus the norm of the key."""
+        return -torch.linalg.vector_norm(slots.keys, dim=-1, dtype=torch.float32)

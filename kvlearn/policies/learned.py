@@ -1,0 +1,69 @@
+"""The learned policy: a trained scorer decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvlearn.errors import KvlearnError
+from kvlearn.features import dynamic_features, value_norms
+from kvlearn.policies.base import Policy, Slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvlearn.scorers import Scorer
+
+
+@dataclass
+class Learned(Policy):
+    """A scorer's forecast of the attention each token will still receive.
+
+    Args:
+        scorer: a trained :class:`kvlearn.Scorer`.
+        source: where it came from (a folder or Hub id): what rows call this policy.
+
+    Raises:
+        KvlearnError: no scorer is given.
+    """
+
+    scorer: Scorer | None = None
+    source: str = "learned"
+
+    name = "learned"
+    summary = "a trained scorer's forecast of future attention; name it by its folder or Hub id"
+    paper = "this package"
+    kind = "learned"
+    reads = frozenset({"history", "static"})
+
+    def __post_init__(self) -> None:
+        if self.scorer is None:
+            raise KvlearnError("the learned policy needs a scorer; give the scorer's folder or Hub id in its place.")
+
+    @property
+    def label(self) -> str:
+        """Where the scorer came from."""
+        return self.source
+
+    def _scorer(self) -> Scorer:
+        assert self.scorer is not None
+        return self.scorer
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Check that the scorer was trained for a model of this shape, and move it to the model's device."""
+        scorer = self._scorer()
+        scorer.check_model(model)
+        scorer.to(model.device)
+
+    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+        """The scorer's static inputs of new tokens, ``[B, H, C, R]``."""
+        return self._scorer().static(layer, keys, value_norms(values))
+
+    def score(self, slots: Slots) -> Tensor:
+        """The scorer's forecast."""
+        assert slots.state is not None
+        assert slots.static is not None
+        dynamic = dynamic_features(slots.state, slots.pos, slots.length)
+        return self._scorer().score(slots.layer, dynamic, slots.static)

@@ -1,0 +1,147 @@
+"""The oracle: scores by the attention that tokens will really receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from kvlearn.errors import KvlearnError
+from kvlearn.policies.base import Policy, Slots
+from kvlearn.targets import Reduce, future_table
+
+
+class Observed(NamedTuple):
+    """Blocks that one call observed: slot positions ``[B, H, S]``, codes ``[N, B, H, S]``, queries ``[N, B]``."""
+
+    pos: Tensor
+    mean_code: Tensor
+    peak_code: Tensor
+    queries: Tensor
+
+
+class FutureRecorder:
+    """Keeps the block mass of a full run, for :meth:`Oracle.from_recorder`.
+
+    Give it to ``EvictingCache(model, "full", recorder=..., block=...)`` and run the tokens through the model; a decoded
+    block counts once it is complete. It keeps two bytes per token, KV head, layer and block. Implements
+    :class:`kvlearn.slots.Recorder`.
+
+    Attributes:
+        observed: what each layer observed, in order of time.
+    """
+
+    def __init__(self) -> None:
+        self.observed: dict[int, list[Observed]] = {}
+
+    def tokens(self, layer: int, pos: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Nothing: the future is in the attention."""
+
+    def blocks(self, layer: int, pos: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor) -> None:
+        """Keep the mass of some blocks."""
+        self.observed.setdefault(layer, []).append(Observed(pos.clone(), mean_code, peak_code, queries))
+
+
+@dataclass(frozen=True)
+class Future:
+    """What the tokens of one layer will receive.
+
+    Attributes:
+        mass: ``[N + 1, B, H, T]`` float16, by position: row ``n`` is the mass still to come when ``n`` blocks have been
+            observed (:func:`kvlearn.targets.future_table`).
+        ends: ``[N, B]`` int64, tokens that each row had seen when each block ended.
+    """
+
+    mass: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, observed: list[Observed], reduce: Reduce) -> Future:
+        """The future of one layer of a :class:`FutureRecorder`.
+
+        Raises:
+            KvlearnError: some token was evicted while it was recorded, so its future was not seen.
+        """
+        ends = torch.cat([one.queries for one in observed]).cumsum(0)
+        batch, heads, _ = observed[-1].pos.shape
+        tokens = int(ends[-1].max())
+        codes = torch.zeros(2, len(ends), batch, heads, tokens + 1, dtype=torch.uint8, device=ends.device)
+        first = 0
+        for one in observed:
+            last = first + len(one.queries)
+            if not torch.equal((one.pos >= 0).sum(-1), ends[last - 1][:, None].expand(batch, heads)):
+                raise KvlearnError(
+                    "the oracle's recording has gaps: tokens were evicted or came before it began; record with policy "
+                    "'full', from the first token on."
+                )
+            # By position; what lies in empty slots goes to one column more, which is dropped.
+            index = one.pos.long().masked_fill(one.pos < 0, tokens).expand(one.mean_code.shape)
+            codes[0, first:last].scatter_(-1, index, one.mean_code)
+            codes[1, first:last].scatter_(-1, index, one.peak_code)
+            first = last
+        mean_code, peak_code = codes[..., :tokens]
+        return cls(future_table(mean_code, peak_code, block=1, reduce=reduce).half(), ends)
+
+
+@dataclass
+class Oracle(Policy):
+    """The attention that each token will receive in the full-cache run of the same tokens.
+
+    The future of a slot at row length ``n`` is every recorded block with a query after the first ``n`` tokens; a block
+    that straddles ``n`` counts whole. Built by :meth:`from_recorder`.
+
+    Args:
+        future: the future of each layer.
+        reduce: ``"max"`` or ``"mean"`` of the future blocks' mean mass (a mean ranks as a sum does), or ``"peak"``, the
+            largest mass that one query will give.
+
+    Raises:
+        KvlearnError: no future is given.
+    """
+
+    future: dict[int, Future] | None = None
+    reduce: Reduce = "max"
+
+    name = "oracle"
+    summary = "the attention that tokens will really receive, from a full run of the same tokens: the ceiling"
+    paper = "true future attention"
+    kind = "oracle"
+
+    def __post_init__(self) -> None:
+        if self.reduce not in get_args(Reduce):
+            raise KvlearnError(f"oracle: reduce is {self.reduce!r}; use one of {', '.join(get_args(Reduce))}.")
+        if self.future is None:
+            raise KvlearnError(
+                "the oracle needs the future of the same tokens: only kvlearn compare knows it (in Python: "
+                "Oracle.from_recorder)."
+            )
+
+    @classmethod
+    def from_recorder(cls, recorder: FutureRecorder, reduce: Reduce = "max") -> Oracle:
+        """An oracle for the tokens that ``recorder`` saw.
+
+        Raises:
+            KvlearnError: the recorder saw nothing, or not every token.
+        """
+        if not recorder.observed:
+            raise KvlearnError("the oracle's recorder saw no attention; run the tokens through the full cache first.")
+        return cls({layer: Future.of(observed, reduce) for layer, observed in recorder.observed.items()}, reduce)
+
+    def score(self, slots: Slots) -> Tensor:
+        """Mass still to come.
+
+        Raises:
+            KvlearnError: the cache has seen other tokens than were recorded.
+        """
+        assert self.future is not None
+        future = self.future[slots.layer]
+        if slots.length.shape != future.ends[-1].shape or bool((slots.length > future.ends[-1]).any()):
+            raise KvlearnError(
+                f"the oracle knows rows of {future.ends[-1].tolist()} tokens and the cache has seen "
+                f"{slots.length.tolist()}; record a full run of the same tokens."
+            )
+        done = (future.ends <= slots.length).sum(0)
+        rest = future.mass[done, torch.arange(len(done), device=done.device)]
+        return rest.gather(-1, slots.pos.long().clamp(min=0)).float()

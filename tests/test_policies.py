@@ -1,0 +1,457 @@
+"""Every policy keeps what its slow, separately written version keeps; names, options and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import slow_policies
+import torch
+from slow_policies import SLOW, Score, SlowLayer, Token, View
+from torch import Tensor
+
+import kvlearn
+from kvlearn import history
+from kvlearn.attention import cache_argument
+from kvlearn.errors import KvlearnError
+from kvlearn.policies import POLICIES, parse, register, resolve
+from kvlearn.policies.base import Policy, Slots, select_victims
+from kvlearn.policies.learned import Learned
+from kvlearn.policies.oracle import FutureRecorder, Oracle
+from kvlearn.scorers import Scorer
+
+BUDGET, BLOCK, SINKS = 28, 8, 4
+
+# A prompt beyond the budget, steps, chunks within a block, steps that leave a block open, a second long prompt.
+CALLS = (45, *[1] * 11, 8, 5, *[1] * 9, 30, *[1] * 10)
+SHORT = (9, *[1] * 30, 8, *[1] * 12)  # fills up while decoding
+FIRST_STEP = (*[1] * 40, 12, *[1] * 9)  # no prompt at all
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Callable[..., Any]) -> Any:
+    return kvlearn.enable(tiny_llama())
+
+
+def tokens(count: int, batch: int = 2, seed: int = 0) -> Tensor:
+    """Rows without repetitions: equal tokens have equal keys in the first layer, up to rounding, and so tie."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(199, generator=generator)[:count] + 1 for _ in range(batch)])
+
+
+def feed(model: Any, cache: kvlearn.EvictingCache, ids: Tensor, calls: tuple[int, ...], **options: Any) -> Tensor:
+    """Logits of ``ids`` fed call by call."""
+    outputs, start = [], 0
+    for count in calls:
+        with torch.no_grad():
+            outputs.append(model(ids[:, start : start + count], **{cache_argument(model): cache}, **options).logits)
+        start += count
+    return torch.cat(outputs, dim=1)
+
+
+def spy(cache: kvlearn.EvictingCache) -> dict[int, list[tuple[np.ndarray, ...]]]:
+    """Queries, keys, values and outputs of every call of every layer, collected while the cache runs."""
+    seen: dict[int, list[tuple[np.ndarray, ...]]] = {}
+    for layer in cache.evicting_layers():
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, _layer: Any = layer, **kwargs: Any) -> Tensor:
+            out = type(_layer).attend(_layer, query, key, value, *args, **kwargs)
+            arrays = tuple(t.detach().double().numpy() for t in (query, key, value, out))
+            seen.setdefault(_layer.config.index, []).append(arrays)
+            return out
+
+        layer.attend = attend
+    return seen
+
+
+def held(cache: kvlearn.EvictingCache, layer: int) -> list[list[list[int]]]:
+    """Positions held, sorted, by row and head."""
+    return [[sorted(p for p in head if p >= 0) for head in row] for row in cache.positions(layer).tolist()]
+
+
+def assert_agrees(model: Any, policy: Policy, score: Score | list[Score], calls: tuple[int, ...]) -> None:
+    """Run the policy; after every call every head of every layer must hold what the slow version holds.
+
+    ``score`` may be a list with one slow policy per row of the batch.
+    """
+    ids = tokens(sum(calls))
+    cache = kvlearn.EvictingCache(model, policy, budget=BUDGET, block=BLOCK)
+    seen = spy(cache)
+    scores = score if isinstance(score, list) else [score] * len(ids)
+    slow = {
+        layer: [SlowLayer(layer, one, BUDGET, BLOCK, SINKS, BLOCK, model.config.head_dim**-0.5) for one in scores]
+        for layer in cache.managed
+    }
+    start = 0
+    for number, count in enumerate(calls):
+        feed(model, cache, ids[:, start : start + count], (count,))
+        start += count
+        for layer, rows in slow.items():
+            query, key, value, out = seen[layer][number]
+            for b, row in enumerate(rows):
+                expected = row.feed(query[b], key[b], value[b])
+                where = f"{policy.label}, layer {layer}, row {b}, after {start} tokens"
+                np.testing.assert_allclose(out[b], expected, atol=2e-5, err_msg=where)
+                kept = [sorted(t.pos for t in head) for head in row.heads]
+                assert held(cache, layer)[b] == kept, where
+
+
+VARIANTS = {
+    "random:seed=12345678901": partial(slow_policies.random, seed=12345678901),
+    "random:seed=-5": partial(slow_policies.random, seed=-5),
+    "protected-random:ends=3": partial(slow_policies.protected_random, ends=3),
+    "h2o:recent_share=0.25": partial(slow_policies.h2o, recent_share=0.25),
+    "snapkv:kernel=7:pooling=max": partial(slow_policies.snapkv, kernel=7, pooling="max"),
+    "ema:16": partial(slow_policies.ema, half_life=16),
+    "ema:1024": partial(slow_policies.ema, half_life=1024),
+}
+
+
+@pytest.mark.parametrize("name", [*SLOW, *VARIANTS])
+def test_keeps_what_the_slow_version_keeps(model: Any, name: str) -> None:
+    assert_agrees(model, resolve(name), {**SLOW, **VARIANTS}[name], CALLS)
+
+
+@pytest.mark.parametrize("calls", [SHORT, FIRST_STEP], ids=["short prompt", "no prompt"])
+@pytest.mark.parametrize("name", ["protected-random", "h2o", "tova", "snapkv", "ema"])
+def test_keeps_what_the_slow_version_keeps_when_it_fills_up_while_decoding(
+    model: Any, name: str, calls: tuple[int, ...]
+) -> None:
+    assert_agrees(model, resolve(name), SLOW[name], calls)
+
+
+def test_every_registered_policy_has_a_slow_version() -> None:
+    # full evicts nothing; learned and oracle need more than a name and have tests of their own.
+    assert set(POLICIES) == {*SLOW, "full", "learned", "oracle"}
+
+
+# ---- the oracle and the learned policy -----------------------------------------------------------------------------
+
+
+def slow_future(model: Any, ids: Tensor, reduce: str) -> list[Score]:
+    """For each row, the true future from attention computed here, over all tokens."""
+    cache = kvlearn.EvictingCache(model, "full", block=BLOCK)
+    seen = spy(cache)
+    feed(model, cache, ids, (ids.shape[1],))
+    count, scale = ids.shape[1], model.config.head_dim**-0.5
+    blocks = [(max(0, end - BLOCK), end) for end in range(count % BLOCK or BLOCK, count + 1, BLOCK)]
+    means: dict[tuple[int, int, int], np.ndarray] = {}
+    for layer, [(query, key, _, _)] in seen.items():
+        group = query.shape[1] // key.shape[1]
+        for b in range(len(ids)):
+            for h in range(key.shape[1]):
+                logits = query[b, h * group : (h + 1) * group] @ key[b, h].T * scale
+                logits[:, np.triu(np.ones((count, count), dtype=bool), 1)] = -np.inf
+                mass = np.exp(logits - logits.max(-1, keepdims=True))
+                mass = (mass / mass.sum(-1, keepdims=True)).mean(0)
+                means[layer, b, h] = np.stack([mass[start:end].mean(0) for start, end in blocks])
+
+    def score(view: View, head: int, token: Token, row: int) -> float:
+        rest = [means[view.layer, row, head][n, token.pos] for n, (_, end) in enumerate(blocks) if end > view.length]
+        rest = [slow_policies.code_of(mass) for mass in rest]
+        if not rest:
+            return 0.0
+        return slow_policies.as_half(max(rest) if reduce == "max" else sum(rest) / len(rest))
+
+    return [partial(score, row=b) for b in range(len(ids))]
+
+
+def record(model: Any, ids: Tensor, calls: tuple[int, ...], **options: Any) -> FutureRecorder:
+    recorder = FutureRecorder()
+    feed(model, kvlearn.EvictingCache(model, "full", recorder=recorder, block=BLOCK), ids, calls, **options)
+    return recorder
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_oracle_keeps_what_the_slow_version_keeps(model: Any, reduce: Any) -> None:
+    ids = tokens(sum(CALLS))
+    oracle = Oracle.from_recorder(record(model, ids, (sum(CALLS),)), reduce)
+    assert_agrees(model, oracle, slow_future(model, ids, reduce), CALLS)
+
+
+def test_oracle_is_the_same_however_the_full_run_was_fed(model: Any) -> None:
+    ids = tokens(64)
+    whole = Oracle.from_recorder(record(model, ids, (64,))).future
+    pieces = Oracle.from_recorder(record(model, ids, (24, *[1] * 16, 8, 16))).future
+    assert whole is not None
+    assert pieces is not None
+    for layer, future in whole.items():
+        assert torch.equal(future.ends, pieces[layer].ends)
+        # a mass on the border between two codes may fall either way
+        torch.testing.assert_close(future.mass, pieces[layer].mass, rtol=0.06, atol=0)
+
+
+def test_oracle_of_a_padded_batch_knows_each_row(model: Any) -> None:
+    ids = tokens(64)
+    alone = Oracle.from_recorder(record(model, ids[1:, 20:], (44,))).future
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    batch = Oracle.from_recorder(record(model, ids, (64,), attention_mask=mask)).future
+    assert alone is not None
+    assert batch is not None
+    for layer, future in alone.items():
+        assert batch[layer].ends[-1].tolist() == [64, 44]
+        blocks = len(future.mass)
+        torch.testing.assert_close(batch[layer].mass[-blocks:, 1, :, :44], future.mass[:, 0], rtol=0.06, atol=0)
+
+
+def test_oracle_refuses_what_it_cannot_know(model: Any) -> None:
+    ids = tokens(48)
+    recorder = record(model, ids, (40,))
+    with pytest.raises(KvlearnError, match="knows rows of \\[40, 40\\] tokens and the cache has seen \\[48, 48\\]"):
+        feed(model, kvlearn.EvictingCache(model, Oracle.from_recorder(recorder), BUDGET, block=BLOCK), ids, (48,))
+    with pytest.raises(KvlearnError, match="knows rows"):
+        feed(model, kvlearn.EvictingCache(model, Oracle.from_recorder(recorder), BUDGET, block=BLOCK), ids[:1], (40,))
+    with pytest.raises(KvlearnError, match="saw no attention"):
+        Oracle.from_recorder(FutureRecorder())
+    with pytest.raises(KvlearnError, match="reduce is 'sum'"):
+        Oracle.from_recorder(recorder, "sum")  # type: ignore[arg-type]
+    gaps = FutureRecorder()
+    feed(model, kvlearn.EvictingCache(model, "ema", BUDGET, block=BLOCK, recorder=gaps), ids, (40, 8))
+    with pytest.raises(KvlearnError, match="gaps"):
+        Oracle.from_recorder(gaps)
+
+
+class LinearScorer:
+    """Stands in for a scorer: fixed weights on the dynamic features and on the two static ones."""
+
+    def __init__(self) -> None:
+        self.weights = np.random.default_rng(0).normal(size=16)
+        self.checked = False
+
+    def check_model(self, model: Any) -> None:
+        self.checked = True
+
+    def to(self, device: Any) -> None: ...
+
+    def static(self, layer: int, keys: Tensor, value_norm: Tensor) -> Tensor:
+        return torch.stack([keys.float().norm(dim=-1), value_norm.float()], dim=-1)
+
+    def score(self, layer: int, dynamic: Tensor, static: Tensor) -> Tensor:
+        return (torch.cat([dynamic, static.float()], dim=-1).double() @ torch.from_numpy(self.weights)).float()
+
+
+def slow_learned(view: View, head: int, token: Token, weights: np.ndarray) -> float:
+    """The features, one by one, from their documentation."""
+    h, age, floor = token.history, view.age(token), 2.0**-20
+    values = [np.log(h["last"] + floor)]
+    values += [np.log(h[f"ema{n}"] / (1 - 0.5 ** (age / n)) + floor) for n in slow_policies.HALF_LIVES]
+    values += [np.log(h["mean"] + floor), np.log(h["peak"] + floor), h["hits"], np.log(1 + h["idle"])]
+    values += [np.log(1 + h["gap"]), np.log(age), np.log(1 + token.pos), float(token.pos < 4), np.log(view.length)]
+    values += [np.linalg.norm(token.key), float(np.float16(np.linalg.norm(token.value)))]
+    return float(np.dot(values, weights))
+
+
+def test_learned_keeps_what_the_slow_version_keeps(model: Any) -> None:
+    scorer: Any = LinearScorer()
+    assert_agrees(model, Learned(scorer), partial(slow_learned, weights=scorer.weights), CALLS)
+    assert scorer.checked
+
+
+def test_a_real_scorer_serves_and_another_models_is_refused(model: Any, tiny_llama: Callable[..., Any]) -> None:
+    scorer = Scorer.for_model(model)
+    cache = kvlearn.EvictingCache(model, scorer, BUDGET, block=BLOCK)
+    feed(model, cache, tokens(60), (40, *[1] * 20))
+    assert cache.stats()["slots"] == BUDGET
+    other = kvlearn.enable(tiny_llama(layers=3))
+    with pytest.raises(KvlearnError, match="layers: 2 against 3"):
+        kvlearn.EvictingCache(other, scorer, BUDGET, block=BLOCK)
+
+
+# ---- what holds for every policy ------------------------------------------------------------------------------------
+
+
+def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0) -> Slots:
+    """Random slots in random order, some of them empty, all heads with the same positions."""
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.tensor([90, 70, 120, 64])[:batch]
+    pos = torch.full((batch, 2, count), -1, dtype=torch.int32)
+    for b in range(batch):
+        free = 6 * (b % 2)  # every other row has empty slots
+        chosen = torch.randperm(int(length[b]), generator=generator)[: count - free]
+        for h in range(2):
+            pos[b, h, torch.randperm(count, generator=generator)[: count - free]] = chosen.int()
+    state = history.empty((batch, 2, count))
+    for n in range(3):
+        codes = torch.randint(0, 256, (2, batch, 2, count), generator=generator).to(torch.uint8)
+        age = length.view(-1, 1, 1) - pos - 8 * (2 - n)
+        state = history.observe(state, *codes, torch.full((batch,), 8), age)
+    draw = partial(torch.randn, generator=generator)
+    slots = Slots(
+        layer=1,
+        pos=pos,
+        length=length,
+        prompt_length=length - 9,
+        keys=draw(batch, 2, count, 16),
+        values=draw(batch, 2, count, 16),
+        state=state if "history" in policy.reads else None,
+        last_query=torch.rand(batch, 2, count, generator=generator) if "last_query" in policy.reads else None,
+        static=draw(batch, 2, count, 2) if "static" in policy.reads else None,
+        budget=32,
+        block=8,
+    )
+    poison = ~slots.valid
+    slots.keys[poison] = slots.values[poison] = torch.nan  # what lies in empty slots must not matter
+    return slots
+
+
+def every_policy(model: Any) -> dict[str, Policy]:
+    ids = tokens(120, batch=4)
+    made: dict[str, Policy] = {"learned": Learned(LinearScorer())}  # type: ignore[arg-type]
+    made["oracle"] = Oracle.from_recorder(record(model, ids, (120,)))
+    return {name: made.get(name) or POLICIES[name]() for name in POLICIES if name != "full"}
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+def test_scores_do_not_depend_on_the_layout_of_slots_or_on_the_batch(model: Any, name: str) -> None:
+    policy = every_policy(model)[name]
+    slots = example_slots(policy, batch=4)
+    score = policy.score(slots)
+    assert score.shape == slots.pos.shape
+    assert not score[slots.valid].isnan().any()
+    order = torch.rand(slots.pos.shape).argsort(-1)
+
+    def permuted(tensor: Tensor | None, dim: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        index = order if tensor.ndim == 3 else (order[..., None] if dim == 2 else order[:, :, None])
+        return tensor.gather(dim, index.expand(tensor.shape))
+
+    moved = replace(
+        slots,
+        **{n: permuted(getattr(slots, n), 2) for n in ("pos", "keys", "values", "static", "last_query")},
+        state=permuted(slots.state, 3),
+    )
+    valid = moved.valid
+    assert torch.equal(policy.score(moved)[valid], score.gather(-1, order)[valid])
+    if name == "oracle":
+        return  # it knows the rows of its batch
+    for b in range(4):
+        row = {
+            n: None if t is None else t[b : b + 1]
+            for n in ("pos", "length", "prompt_length", "keys", "values", "state", "static", "last_query")
+            for t in (getattr(slots, n),)
+        }
+        alone = policy.score(replace(slots, **row))[0]
+        assert torch.equal(alone[slots.valid[b]], score[b][slots.valid[b]]), f"row {b} depends on its batch"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("full", "oracle")])
+def test_a_padded_row_keeps_what_it_keeps_alone(model: Any, name: str) -> None:
+    ids = tokens(80)
+    mask = torch.ones(2, 80, dtype=torch.int64)
+    mask[0, :15] = 0
+    calls = (56, *[1] * 16, 8)
+
+    def run(ids: Tensor, mask: Tensor, calls: tuple[int, ...]) -> kvlearn.EvictingCache:
+        cache = kvlearn.EvictingCache(model, every_policy(model)[name], BUDGET, block=BLOCK)
+        start = 0
+        for count in calls:
+            end = start + count
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+            feed(model, cache, ids[:, start:end], (count,), attention_mask=mask[:, :end], position_ids=positions)
+            start = end
+        return cache
+
+    batch = run(ids, mask, calls)
+    alone = run(ids[:1, 15:], mask[:1, 15:], (41, *calls[1:]))
+    for layer in batch.managed:
+        assert held(batch, layer)[0] == held(alone, layer)[0]
+
+
+def test_full_evicts_nothing_and_says_so_when_it_must(model: Any) -> None:
+    with pytest.raises(KvlearnError, match="full policy evicts nothing"):
+        feed(model, kvlearn.EvictingCache(model, "full", BUDGET, block=BLOCK), tokens(40), (40,))
+
+
+def test_nan_scores_are_refused() -> None:
+    pos = torch.arange(6, dtype=torch.int32).view(1, 1, 6)
+    score = torch.zeros(1, 1, 6)
+    score[0, 0, 3] = torch.nan
+    with pytest.raises(KvlearnError, match="NaN"):
+        select_victims(score, pos, torch.zeros_like(pos, dtype=torch.bool), 2)
+    pos[0, 0, 3] = -1  # an empty slot's score is nobody's business, and it goes first
+    assert select_victims(score, pos, torch.zeros_like(pos, dtype=torch.bool), 2).tolist() == [[[3, 0]]]
+
+
+# ---- names and options ------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_registered_once() -> None:
+    class Twin(Policy):
+        name = "h2o"
+
+    with pytest.raises(KvlearnError, match="'h2o' is registered already"):
+        register(Twin)
+
+
+def test_every_policy_describes_itself() -> None:
+    for name, policy in POLICIES.items():
+        assert policy.name == name
+        assert policy.summary
+        assert policy.paper
+        assert "score" in vars(policy), f"{name} has no score of its own"
+
+
+@pytest.mark.parametrize(
+    ("typed", "label"),
+    [
+        ("ema", "ema"),
+        ("ema:64", "ema"),
+        ("ema:16", "ema:half_life=16"),
+        ("ema: half_life = 16", "ema:half_life=16"),
+        ("h2o:recent_share=0.25", "h2o:recent_share=0.25"),
+        ("snapkv:pooling=max:kernel=7", "snapkv:kernel=7:pooling=max"),
+        ("random:-5", "random:seed=-5"),
+    ],
+)
+def test_options_in_a_name_and_the_label_that_gives_them_back(typed: str, label: str) -> None:
+    policy = resolve(typed)
+    assert policy.label == label
+    assert resolve(policy.label) == policy
+
+
+def test_options_as_arguments() -> None:
+    assert resolve("ema", half_life=256).label == "ema:half_life=256"
+    assert parse("snapkv:7") == ("snapkv", {"kernel": 7})
+    assert parse("somewhere/a-scorer") is None
+    with pytest.raises(KvlearnError, match="no option 'halflife'; did you mean 'half_life'"):
+        resolve("ema", halflife=16)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("emo", "unknown policy 'emo'; did you mean 'ema'?"),
+        ("snap-kv:kernel=7", "unknown policy 'snap-kv'; did you mean 'snapkv'?"),
+        ("zzz", "unknown policy 'zzz'; known are ema, full"),
+        ("ema:half_lfe=16", "no option 'half_lfe'; did you mean 'half_life'?"),
+        ("keynorm:3", "no option '3'; it has none"),
+        ("ema:", "'half_life' is ''; it takes a whole number"),
+        ("ema:half_life=soon", "'half_life' is 'soon'; it takes a whole number"),
+        ("ema:half_life=20", "half_life is 20; the history keeps 16, 64, 256, 1024"),
+        ("h2o:recent_share=nan", "'recent_share' is 'nan'; it takes a number"),
+        ("h2o:recent_share=1.5", "recent_share is 1.5"),
+        ("ema:16:half_life=64", "'half_life' is given twice"),
+        ("snapkv:pooling=min", "'pooling' is 'min'; it takes 'avg' or 'max'"),
+        ("snapkv:kernel=4", "kernel is 4; give an odd number"),
+        ("protected-random:ends=-1", "ends is -1"),
+        ("learned", "needs a scorer; give the scorer's folder"),
+        ("oracle", "only kvlearn compare knows it"),
+    ],
+)
+def test_bad_names_are_one_clear_sentence(typed: str, message: str) -> None:
+    with pytest.raises(KvlearnError, match=message.replace("?", "\\?")) as error:
+        resolve(typed)
+    assert "\n" not in str(error.value)
+
+
+def test_a_scorer_folder_is_a_policy_named_after_it(model: Any, tmp_path: Any) -> None:
+    Scorer.for_model(model).save_pretrained(tmp_path / "mine")
+    policy = resolve(str(tmp_path / "mine"))
+    assert policy.kind == "learned"
+    assert policy.label == str(tmp_path / "mine")
