@@ -26,8 +26,8 @@ class Ema(Policy):
     half_life: int = 64
 
     name = "ema"
-    summary = "moving average of attention, by default with a half-life of 64 queries"
-    paper = "exponentially decayed counters, as in learned web caching (LRB, NSDI 2020)"
+    summary = "most attention lately: an average that decays"
+    paper = "decaying counters, as in web caching (LRB, NSDI 2020)"
     reads = frozenset({"history"})
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ class Full(Policy):
     """Never evicts: the stock cache's output, at the stock cache's memory."""
 
     name = "full"
-    summary = "keeps every token: the reference for quality and memory"
+    summary = "every token: the reference for quality and memory"
     paper = "no eviction"
     kind = "full"
 

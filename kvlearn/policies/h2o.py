@@ -24,7 +24,7 @@ class H2O(Policy):
     recent_share: float = 0.5
 
     name = "h2o"
-    summary = "accumulated attention, half of the budget for recent tokens"
+    summary = "most attention in total, and the most recent half"
     paper = "H2O, arXiv 2306.14048"
     reads = frozenset({"history"})
 

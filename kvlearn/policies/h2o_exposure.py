@@ -17,8 +17,8 @@ class H2OExposure(Policy):
     """
 
     name = "h2o-exposure"
-    summary = "accumulated attention divided by the number of queries that could see the token"
-    paper = "H2O, arXiv 2306.14048, divided by exposure"
+    summary = "most attention per query that could see the token"
+    paper = "H2O, arXiv 2306.14048, without its age bias"
     reads = frozenset({"history"})
 
     def score(self, slots: Slots) -> Tensor:

@@ -16,7 +16,7 @@ class KeyDiff(Policy):
     """Keeps keys that differ most from the mean direction of the keys held (KeyDiff, arXiv 2504.15364)."""
 
     name = "keydiff"
-    summary = "keys unlike the mean key are kept"
+    summary = "keys unlike the mean key"
     paper = "KeyDiff, arXiv 2504.15364"
 
     def score(self, slots: Slots) -> Tensor:

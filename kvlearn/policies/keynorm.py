@@ -15,8 +15,8 @@ class KeyNorm(Policy):
     """Keeps keys of small Euclidean norm, which tend to be attended to (arXiv 2406.11430). Reads no attention."""
 
     name = "keynorm"
-    summary = "keys of small norm are kept"
-    paper = "L2 norm of keys, arXiv 2406.11430"
+    summary = "keys of small norm"
+    paper = "arXiv 2406.11430"
 
     def score(self, slots: Slots) -> Tensor:
         """Minus the norm of the key."""

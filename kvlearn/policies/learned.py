@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,10 +30,10 @@ class Learned(Policy):
     """
 
     scorer: Scorer | None = None
-    source: str = "learned"
+    source: str = field(default="learned", metadata={"option": False})
 
     name = "learned"
-    summary = "a trained scorer's forecast of future attention; name it by its folder or Hub id"
+    summary = "what a trained scorer forecasts; type its folder"
     paper = "this package"
     kind = "learned"
     reads = frozenset({"history", "static"})

@@ -63,9 +63,18 @@ def check_options(policy: type[Policy], names: Collection[str]) -> None:
 
 
 def options_of(policy: type[Policy]) -> dict[str, Any]:
-    """The options of a policy class that can be written down: its fields of plain type, and those types."""
-    types = {field.name: _type_of(policy, field) for field in fields(policy) if field.init}
+    """The options that can be written in a name, and their types: the fields of plain type.
+
+    A field with ``metadata={"option": False}`` is none.
+    """
+    asked = [field for field in fields(policy) if field.init and field.metadata.get("option", True)]
+    types = {field.name: _type_of(policy, field) for field in asked}
     return {name: hint for name, hint in types.items() if _describe(hint)}
+
+
+def describe_options(policy: type[Policy]) -> str:
+    """Options at their defaults, as they would be typed: ``kernel=5:pooling=avg``."""
+    return ":".join(f"{name}={getattr(policy, name)}" for name in options_of(policy))
 
 
 def _type_of(policy: type[Policy], field: Field[Any]) -> Any:

@@ -105,8 +105,8 @@ class Oracle(Policy):
     reduce: Reduce = "max"
 
     name = "oracle"
-    summary = "the attention that tokens will really receive, from a full run of the same tokens: the ceiling"
-    paper = "true future attention"
+    summary = "what will be attended to, read ahead: the ceiling"
+    paper = "a full run of the same tokens"
     kind = "oracle"
 
     def __post_init__(self) -> None:

@@ -32,8 +32,8 @@ class ProtectedRandom(Policy):
     ends: int = 32
 
     name = "protected-random"
-    summary = "both ends of the prompt, and a random sample of the rest"
-    paper = "prompt boundaries, arXiv 2605.18053"
+    summary = "ends of the prompt, and a random sample of the rest"
+    paper = "arXiv 2605.18053"
     kind = "floor"
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class Random(Policy):
 
     name = "random"
     summary = "a uniform random sample of all tokens"
-    paper = "no information: the floor"
+    paper = "the floor"
     kind = "floor"
 
     def score(self, slots: Slots) -> Tensor:

@@ -33,7 +33,7 @@ class SnapKV(Policy):
     pooling: Literal["avg", "max"] = "avg"
 
     name = "snapkv"
-    summary = "attention of the last block, pooled over neighbouring tokens"
+    summary = "most attention by the last block, neighbours pooled"
     paper = "SnapKV, arXiv 2404.14469"
     reads = frozenset({"history"})
 

@@ -18,7 +18,7 @@ class Tova(Policy):
     """
 
     name = "tova"
-    summary = "attention of the last query, averaged over the heads of a layer"
+    summary = "most attention by the last query, mean over heads"
     paper = "TOVA, arXiv 2401.06104"
     reads = frozenset({"last_query"})
 
