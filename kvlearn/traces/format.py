@@ -148,8 +148,8 @@ class Manifest:
 
     @property
     def wanted(self) -> int:
-        """Windows asked for."""
-        return self.tokens // self.layout.window
+        """Windows asked for: the tokens, rounded up."""
+        return -(-self.tokens // self.layout.window)
 
     @property
     def windows_per_shard(self) -> int:
