@@ -248,9 +248,9 @@ def versions() -> dict[str, str]:
     """Versions of what a figure depends on."""
     import transformers
 
-    import kvlearn
+    from kvlearn import __version__
 
-    return {"kvlearn": kvlearn.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"kvlearn": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def text_cases(loaded: LoadedModel, data: str, *, docs: int, window: int, split: str, seed: int) -> list[Case]:

@@ -7,11 +7,12 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import compare, corpora, generate, policies, trace
+from kvlearn.commands import compare, corpora, demo, generate, policies, trace
 
 
 def register(app: typer.Typer) -> None:
     """Add every command to ``app``, in the order in which ``--help`` lists them."""
+    app.command("demo")(demo.demo)
     app.command("trace")(trace.trace)
     app.command("generate")(generate.generate)
     app.command("compare")(compare.compare)

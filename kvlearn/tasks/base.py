@@ -51,7 +51,7 @@ class Run:
 
     @torch.inference_mode()
     def feed(self, input_ids: Tensor, *, logits: bool = True) -> Tensor:
-        """Feed ``[B, C]`` tokens and return logits ``[B, C, vocabulary]``, of the last token alone without ``logits``."""
+        """Feed ``[B, C]`` tokens and return logits ``[B, C, vocabulary]`` (of the last token without ``logits``)."""
         keep = {} if logits else {"logits_to_keep": 1}
         arguments: dict[str, Any] = {cache_argument(self.model): self.cache, "use_cache": True, **keep}
         output = self.model(input_ids=input_ids.to(self.model.device), **arguments)

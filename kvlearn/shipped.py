@@ -1,0 +1,29 @@
+"""Files that come with kvlearn: scorers and training configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from kvlearn.errors import KvlearnError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped(kind: Literal["checkpoints", "configs"], name: str) -> Path:
+    """Path of a file or folder that comes with kvlearn.
+
+    They lie beside the package in a checkout, and inside it in an installed wheel.
+
+    Args:
+        kind: top-level folder.
+        name: what to find in it.
+
+    Raises:
+        KvlearnError: this installation lacks it.
+    """
+    for root in (_PACKAGE, _PACKAGE.parent):
+        path = root / kind / name
+        if path.exists():
+            return path
+    raise KvlearnError(f"this installation of kvlearn has no {kind}/{name}; install it from its repository or a wheel.")

@@ -1,0 +1,62 @@
+"""Slots shared among layers: the total is kept, no layer falls below the least, order follows the shares."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlearn.allocation import layer_budgets, read_shares
+from kvlearn.errors import KvlearnError
+
+
+@given(
+    shares=st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=40),
+    budget=st.integers(64, 1024),
+    least=st.integers(1, 64),
+)
+def test_the_total_is_kept_and_no_layer_falls_short(shares: list[float], budget: int, least: int) -> None:
+    slots = layer_budgets(shares, budget, least=least)
+    assert sum(slots) == budget * len(shares), "the total of slots changed"
+    assert min(slots) >= least, "a layer cannot hold what is protected"
+    order = sorted(range(len(shares)), key=shares.__getitem__)
+    ranked = [slots[i] for i in order]
+    assert all(a <= b + 1 for a, b in itertools.pairwise(ranked)), "a larger share got fewer slots"
+
+
+def test_equal_shares_give_equal_slots() -> None:
+    assert layer_budgets([3.0] * 5, 100, least=10) == [100] * 5
+
+
+def test_shares_decide() -> None:
+    assert layer_budgets([1.0, 3.0], 100, least=10) == [50, 150]
+    assert layer_budgets([0.0001, 1.0], 100, least=30) == [30, 170], "the least comes first"
+
+
+@pytest.mark.parametrize("shares", [[], [1.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_impossible_shares_are_refused(shares: list[float]) -> None:
+    with pytest.raises(KvlearnError, match="positive number per layer"):
+        layer_budgets(shares, 100, least=10)
+
+
+def test_a_budget_below_the_least_is_refused() -> None:
+    with pytest.raises(KvlearnError, match="below the 68"):
+        layer_budgets([1.0], 64, least=68)
+
+
+def test_shares_are_read_from_a_list_or_a_scorer(tmp_path: Path) -> None:
+    (tmp_path / "shares.json").write_text("[1, 2.5]")
+    assert read_shares(tmp_path / "shares.json") == [1.0, 2.5]
+    (tmp_path / "config.json").write_text(json.dumps({"budgets": [0.5, 1.5]}))
+    assert read_shares(tmp_path) == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"budgets": null}', '["a"]', "nonsense"])
+def test_a_file_without_shares_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(KvlearnError, match=r"config\.json"):
+        read_shares(tmp_path)

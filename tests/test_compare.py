@@ -1,0 +1,161 @@
+"""Comparisons: rows that mean what they say, resumed without doing anything twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from kvlearn import EvictingCache, enable
+from kvlearn.compare import Comparison, Settings
+from kvlearn.errors import KvlearnError
+from kvlearn.rows import RowStore, loss
+from kvlearn.shapes import Protection
+from kvlearn.tasks.base import Case, Measurement, Run
+from kvlearn.tasks.lm import LanguageModelling, block_ends, token_nll
+
+SETTINGS = Settings(
+    policies=("full", "random", "streaming", "ema", "oracle"),
+    budgets=(32,),
+    window=160,
+    batch=2,
+    block=8,
+    protect=Protection(sinks=2),
+)
+
+
+@pytest.fixture
+def loaded(tiny_llama: Callable[..., LlamaForCausalLM]) -> Any:
+    return SimpleNamespace(model=enable(tiny_llama()), tokenizer=None, name="tiny")
+
+
+@pytest.fixture
+def cases() -> list[Case]:
+    generator = torch.Generator().manual_seed(3)
+    # Repetition gives the model something to attend to.
+    parts = [torch.randint(1, 200, (40,), generator=generator).repeat(4) for _ in range(3)]
+    return [Case(f"doc{i}", "made-up", ids) for i, ids in enumerate(parts)]
+
+
+def _compare(loaded: Any, cases: Sequence[Case], path: Path, settings: Settings = SETTINGS) -> list[dict[str, Any]]:
+    with RowStore(path) as store:
+        Comparison(loaded, settings, {"lm": cases}, store).run()
+        return store.rows
+
+
+def test_full_loses_nothing_and_slots_are_within_the_budget(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl")
+    assert len(rows) == len(SETTINGS.policies) * len(cases)
+    for row in rows:
+        if row["policy"] == "full":
+            assert abs(loss(row)) < 1e-4, "the full cache must not lose anything"
+            assert row["slots"] == 160
+        else:
+            assert row["slots"] == 32, "every other policy holds exactly its budget"
+        assert row["tokens"] == 160 - 32
+        assert row["bytes"] > row["state_bytes"] >= 0
+    # A model of random weights has no quality to lose, but it can be changed more or less.
+    changes = {p: sum(abs(loss(r)) for r in rows if r["policy"] == p) for p in SETTINGS.policies}
+    assert changes["oracle"] < changes["random"], f"the true future must beat chance: {changes}"
+
+
+def test_rows_do_not_depend_on_the_batch(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    together = _compare(loaded, cases, tmp_path / "a.jsonl")
+    alone = _compare(loaded, cases, tmp_path / "b.jsonl", replace(SETTINGS, batch=1))
+    values = {(r["policy"], r["doc"]): r["value"] for r in alone}
+    for row in together:
+        expected = pytest.approx(values[row["policy"], row["doc"]], abs=1e-4)
+        assert row["value"] == expected, f"{row['policy']} on {row['doc']} depends on its neighbours in the batch"
+
+
+def test_finished_rows_are_not_measured_again(
+    loaded: Any, cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = _compare(loaded, cases, path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-3]) + "\n" + lines[-2][:20])  # killed while it wrote
+    measured: list[int] = []
+    original = LanguageModelling.measure
+
+    def counting(self: LanguageModelling, run: Run, some: Sequence[Case], full: Any, budget: int) -> Any:
+        measured.append(len(some))
+        return original(self, run, some, full, budget)
+
+    monkeypatch.setattr(LanguageModelling, "measure", counting)
+    again = _compare(loaded, cases, path)
+    assert measured, "rows were missing, so something had to be measured"
+    assert len(measured) < len(SETTINGS.policies) * 2, "a resumed run measured everything again"
+    key = ("policy", "doc", "value", "full_value")
+    assert sorted([str([r[k] for k in key]) for r in again]) == sorted([str([r[k] for k in key]) for r in first])
+
+
+def test_a_failing_cell_is_recorded_and_the_others_go_on(
+    loaded: Any, cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvlearn.policies.streaming import Streaming
+
+    def broken(self: Streaming, slots: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Streaming, "score", broken)
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl")
+    failed = {r["policy"] for r in rows if r.get("error")}
+    assert failed == {"streaming"}
+    assert all("out of luck" in r["error"] for r in rows if r["policy"] == "streaming")
+
+
+def test_feeding_by_blocks_is_feeding_token_by_token(loaded: Any, cases: list[Case]) -> None:
+    ids = torch.stack([case.input_ids for case in cases])
+    cache = EvictingCache(loaded.model, "ema", 32, block=8)
+    run = Run(loaded.model, loaded.tokenizer, cache)
+    logits = torch.cat([run.feed(ids[:, i : i + 1]) for i in range(ids.shape[1] - 1)], dim=1)
+    expected = token_nll(logits, ids[:, 1:])[:, 31:].mean(1)
+    cache = EvictingCache(loaded.model, "ema", 32, block=8)
+    full = LanguageModelling().full(Run(loaded.model, None, EvictingCache(loaded.model)), cases)  # type: ignore[arg-type]
+    measured = LanguageModelling().measure(Run(loaded.model, loaded.tokenizer, cache), cases, full, 32)
+    values = torch.tensor([m[0].value for m in measured])
+    assert isinstance(measured[0][0], Measurement)
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "budgets", "block", "ends"),
+    [
+        (100, [32], 8, [32, 40, 48, 56, 64, 72, 80, 88, 96, 100]),
+        (30, [40], 8, [30]),
+        (64, [40, 20], 8, [16, 24, 32, 40, 48, 56, 64]),
+    ],
+)
+def test_where_a_text_is_cut(length: int, budgets: list[int], block: int, ends: list[int]) -> None:
+    assert block_ends(length, budgets, block) == ends
+
+
+def test_layer_budgets_keep_the_total(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, policies=("ema",), shares=(1.0, 2.0), allocation="test")
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
+    assert all(r["mean_slots"] == 32 and r["slots"] == 43 for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policies": ("ema", "ema")}, "twice"),
+        ({"budgets": ()}, "empty"),
+        ({"policies": ("emma",)}, "did you mean 'ema'"),
+        ({"tasks": ("ml",)}, "did you mean 'lm'"),
+        ({"budgets": (16,)}, "below the"),
+        ({"budgets": (160,)}, "never fills"),
+    ],
+)
+def test_impossible_requests_are_refused(
+    loaded: Any, cases: list[Case], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KvlearnError, match=message):
+        _compare(loaded, cases, tmp_path / "rows.jsonl", replace(SETTINGS, **change))
