@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[1]
 
 # Which floor each module of kvlearn stands on; a package stands on one floor with all it holds.
 FLOORS = (
-    ("errors", "shapes", "history", "features"),
+    ("allocation", "errors", "features", "history", "progress", "shapes", "shipped"),
     ("corpora", "kernels", "metrics", "models", "rotary", "targets", "traces"),
     ("scorers",),
     ("policies",),
     ("attention", "cache", "layer", "slots"),
-    ("bench", "cells", "compare", "demo", "report", "rows", "stats", "tasks"),
+    ("bench", "cells", "compare", "demo", "report", "rows", "stats", "tasks", "tracing"),
     ("", "__main__", "cli", "commands"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -63,8 +63,10 @@ def imports(
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
-            # ``from package import name`` imports a module where one has that name
-            names = [full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names]
+            # ``from package import name`` imports a module where one has that name,
+            # and the version of the package is for anyone to note
+            named = [alias.name for alias in node.names if (base, alias.name) != ("kvlearn", "__version__")]
+            names = [full if (full := f"{base}.{name}") in modules else base for name in named]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:

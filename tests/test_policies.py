@@ -209,7 +209,7 @@ def test_oracle_refuses_what_it_cannot_know(model: Any) -> None:
     with pytest.raises(KvlearnError, match="saw no attention"):
         Oracle.from_recorder(FutureRecorder())
     with pytest.raises(KvlearnError, match="reduce is 'sum'"):
-        Oracle.from_recorder(recorder, "sum")  # type: ignore[arg-type]
+        Oracle.from_recorder(recorder, "sum")
     gaps = FutureRecorder()
     feed(model, kvlearn.EvictingCache(model, "ema", BUDGET, block=BLOCK, recorder=gaps), ids, (40, 8))
     with pytest.raises(KvlearnError, match="gaps"):
@@ -301,7 +301,7 @@ def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0
 
 def every_policy(model: Any) -> dict[str, Policy]:
     ids = tokens(120, batch=4)
-    made: dict[str, Policy] = {"learned": Learned(LinearScorer())}  # type: ignore[arg-type]
+    made: dict[str, Policy] = {"learned": Learned(LinearScorer())}
     made["oracle"] = Oracle.from_recorder(record(model, ids, (120,)))
     return {name: made.get(name) or POLICIES[name]() for name in POLICIES if name != "full"}
 
