@@ -173,7 +173,11 @@ def test_a_full_disk_under_stdout_is_one_line() -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_is_one_word() -> None:
-    code = "import signal\n@cli.app.command('act')\ndef act():\n    print('ready', flush=True)\n    signal.pause()"
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it\n"
+        "@cli.app.command('act')\ndef act():\n    print('ready', flush=True)\n    signal.pause()"
+    )
     process = _python(code, stdout=subprocess.PIPE)
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
