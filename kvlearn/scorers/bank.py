@@ -1,0 +1,363 @@
+"""The scorers of all layers of a model, as one module with batched weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from huggingface_hub import ModelHubMixin
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvlearn import features
+from kvlearn.errors import KvlearnError
+from kvlearn.scorers import files
+from kvlearn.scorers.config import ScorerConfig
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from transformers import PreTrainedModel
+
+START = "log_ema64"
+"""The dynamic feature that an untrained scorer returns: the ranking of the ``ema`` policy."""
+
+_SCALARS = len(features.STATIC_SCALARS)
+_LEAST_STD = 1e-4  # a feature that varies less than this in the data is not divided by its deviation
+
+
+class _Folded(NamedTuple):
+    """Weights that act on raw features; ``X`` is ``B * H`` (one layer) or ``L * H`` (all), ``N`` is ``1 + hidden``.
+
+    Row 0 of the products is the linear part, the others enter the hidden units. Slots are the last axis of the
+    products, so that both parts are contiguous.
+    """
+
+    dynamic: Tensor  # [X, N, F]
+    static: Tensor  # [X, N, R']
+    bias: Tensor  # [X, N, 1]
+    out: Tensor | None  # [X, 1, hidden]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Folded:
+        """The same change to every tensor."""
+        out = None if self.out is None else change(self.out)
+        return _Folded(change(self.dynamic), change(self.static), change(self.bias), out)
+
+
+class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache", "kvlearn"]):
+    """One scorer per managed layer and KV head: features of a slot to one number, higher is kept.
+
+    The number is a forecast of the log of the mass that the slot will receive over the horizon. A listwise loss (KL)
+    leaves it free up to one constant per layer and head, so compare scores within a head, not between heads, unless
+    the scorer was trained with ``huber`` in its losses.
+
+    Untrained, it returns feature :data:`START` exactly, so that training starts from a good heuristic: the linear part
+    picks that feature and the hidden units' output weights are zero. ``from_pretrained``, ``save_pretrained`` and
+    ``push_to_hub`` are those of ``huggingface_hub.ModelHubMixin``; weights are safetensors, all else is JSON.
+
+    Args:
+        config: shape, meaning and origin.
+    """
+
+    def __init__(self, config: ScorerConfig) -> None:
+        super().__init__()
+        self.config = config
+        lead = (len(config.layers), config.heads)
+        inputs, hidden, rank = config.inputs, config.hidden, config.key_rank
+        self.index_of = {layer: i for i, layer in enumerate(config.layers)}
+        self.projection = nn.Parameter(torch.empty(*lead, config.head_dim, rank)) if rank else None
+        self.skip = nn.Parameter(torch.empty(*lead, inputs))
+        self.bias = nn.Parameter(torch.empty(*lead))
+        self.w1 = nn.Parameter(torch.empty(*lead, inputs, hidden)) if hidden else None
+        self.b1 = nn.Parameter(torch.empty(*lead, hidden)) if hidden else None
+        self.w2 = nn.Parameter(torch.empty(*lead, hidden)) if hidden else None
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.zeros(*lead, inputs))
+        self.register_buffer("std", torch.ones(*lead, inputs))
+        self._cache: dict[int, _Folded] = {}
+        self._cache_key: tuple[int, ...] = ()
+        self.reset_parameters()
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, **options: Any) -> Self:
+        """An untrained scorer for a loaded model; ``options`` are those of :class:`ScorerConfig`."""
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        from kvlearn.models import fingerprint
+
+        print_ = fingerprint(model)
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        layers = tuple(i for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer)
+        shape = {"layers": layers, "heads": print_["kv_heads"], "head_dim": print_["head_dim"], "model": print_}
+        return cls(ScorerConfig(**{**shape, **options}))
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Untrained weights, for whatever standardisation is set."""
+        start = features.DYNAMIC.index(START)
+        self.skip.zero_()
+        self.skip[..., start] = self.std[..., start]
+        self.bias.copy_(self.mean[..., start])
+        if self.projection is not None:
+            nn.init.normal_(self.projection, std=self.config.head_dim**-0.5)
+        if self.w1 is not None and self.b1 is not None and self.w2 is not None:
+            nn.init.normal_(self.w1, std=self.config.inputs**-0.5)
+            nn.init.uniform_(self.b1, -1.0, 1.0)
+            self.w2.zero_()
+
+    @torch.no_grad()
+    def fit_inputs(self, dynamic: Tensor, keys: Tensor, value_norm: Tensor) -> None:
+        """Set the standardisation and the key projection from data, and reset all other weights.
+
+        The projection starts at the ``R`` principal directions of each head's keys.
+
+        Args:
+            dynamic: ``[L, H, M, F]`` dynamic features of a sample of slots.
+            keys: ``[L, H, N, D]`` a sample of keys before the rotary embedding.
+            value_norm: ``[L, H, N]`` norms of the values of the same tokens.
+        """
+        self.mean.zero_()
+        self.std.fill_(1.0)
+        self.reset_parameters()
+        if self.projection is not None:
+            self.projection.copy_(_principal(keys.float(), self.config.key_rank))
+        own = self.static_inputs(keys, value_norm)
+        for part, at in ((dynamic.float(), slice(0, dynamic.shape[-1])), (own, slice(dynamic.shape[-1], None))):
+            std, mean = torch.std_mean(part, dim=-2)
+            self.std[..., at] = torch.where(std > _LEAST_STD, std, torch.ones_like(std))
+            self.mean[..., at] = mean
+        start = features.DYNAMIC.index(START)
+        self.skip[..., start] = self.std[..., start]
+        self.bias.copy_(self.mean[..., start])
+
+    def _fold(self, layer: slice) -> _Folded:
+        """Standardisation folded into the weights of some layers."""
+        weight = self.skip[layer].flatten(0, 1)[:, None]  # [X, 1, F']
+        bias = self.bias[layer].flatten()[:, None]  # [X, 1]
+        out = None
+        if self.w1 is not None and self.b1 is not None and self.w2 is not None:
+            weight = torch.cat([weight, self.w1[layer].flatten(0, 1).transpose(1, 2)], dim=1)
+            bias = torch.cat([bias, self.b1[layer].flatten(0, 1)], dim=1)
+            out = self.w2[layer].flatten(0, 1)[:, None]
+        weight = weight / self.std[layer].flatten(0, 1)[:, None]
+        bias = torch.baddbmm(bias[..., None], weight, self.mean[layer].flatten(0, 1)[..., None], alpha=-1)
+        split = len(features.DYNAMIC)
+        return _Folded(weight[..., :split], weight[..., split:], bias, out)
+
+    # ---- training: all layers at once --------------------------------------------------------------------------
+
+    def static_inputs(self, keys: Tensor, value_norm: Tensor) -> Tensor:
+        """Static features of all layers in float32, so that gradients reach the projection.
+
+        :meth:`static` gives the same numbers rounded to :data:`kvlearn.features.STATIC_DTYPE`.
+
+        Args:
+            keys: ``[L, H, C, D]`` before the rotary embedding.
+            value_norm: ``[L, H, C]``.
+
+        Returns:
+            ``[L, H, C, R + 2]``.
+        """
+        scalars = features.static_features(keys, value_norm, None).float()
+        if self.projection is None:
+            return scalars
+        rounded = keys.to(features.KEY_DTYPE).float()
+        return torch.cat([scalars, rounded @ self.projection.float()], dim=-1)
+
+    def forward(self, dynamic: Tensor, static: Tensor) -> Tensor:
+        """Scores of all layers.
+
+        Args:
+            dynamic: ``[L, H, S, F]`` from :func:`kvlearn.features.dynamic_features`.
+            static: ``[L, H, S, R + 2]`` from :meth:`static_inputs`.
+
+        Returns:
+            ``[L, H, S]`` float32.
+        """
+        folded = self._fold(slice(None))
+        return _evaluate(folded, dynamic.flatten(0, 1), static.flatten(0, 1)).view(dynamic.shape[:3])
+
+    # ---- run time: one layer -----------------------------------------------------------------------------------
+
+    def static(self, layer: int, keys: Tensor, value_norm: Tensor) -> Tensor:
+        """Score inputs computed once, when tokens are written.
+
+        Args:
+            layer: index of the layer in the model.
+            keys: ``[B, H, C, D]`` before the rotary embedding.
+            value_norm: ``[B, H, C]`` Euclidean norm of the values.
+
+        Returns:
+            ``[B, H, C, R + 2]`` of :data:`kvlearn.features.STATIC_DTYPE`.
+        """
+        projection = None if self.projection is None else self.projection[self._index(layer)].detach()
+        return features.static_features(keys, value_norm, projection)
+
+    @torch.no_grad()
+    def score(self, layer: int, dynamic: Tensor, static: Tensor) -> Tensor:
+        """Scores of one layer; higher is kept.
+
+        Args:
+            layer: index of the layer in the model.
+            dynamic: ``[B, H, S, F]`` from :func:`kvlearn.features.dynamic_features`.
+            static: ``[B, H, S, R + 2]`` from :meth:`static`.
+
+        Returns:
+            ``[B, H, S]`` float32.
+
+        Raises:
+            KvlearnError: the scorer has no such layer.
+        """
+        folded = self._folded(layer)
+        batch, heads, slots, _ = dynamic.shape
+        if batch > 1:
+            folded = folded.map(lambda t: t.repeat(batch, 1, 1))
+        scores = _evaluate(folded, dynamic.reshape(batch * heads, slots, -1), static.reshape(batch * heads, slots, -1))
+        return scores.view(batch, heads, slots)
+
+    def _folded(self, layer: int) -> _Folded:
+        tensors = (*self._parameters.values(), *self._buffers.values())
+        key = tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+        if key != self._cache_key:
+            self._cache.clear()
+            self._cache_key = key
+        folded = self._cache.get(layer)
+        if folded is None:
+            index = self._index(layer)
+            folded = self._fold(slice(index, index + 1)).map(lambda t: t.float().contiguous())
+            self._cache[layer] = folded
+        return folded
+
+    def _index(self, layer: int) -> int:
+        if layer not in self.index_of:
+            raise KvlearnError(f"this scorer has no layer {layer}; it scores layers {list(self.config.layers)}.")
+        return self.index_of[layer]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._cache.clear()  # weights move to another device or dtype
+        return super()._apply(fn, recurse)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model of another shape than the scorer was trained for.
+
+        Other weights of the same shape are accepted: a scorer may serve a fine-tuned sibling.
+
+        Raises:
+            KvlearnError: the first field that differs, with both values.
+        """
+        from kvlearn.models import fingerprint, fingerprint_mismatch
+
+        found = fingerprint(model)
+        expected = self.config.model or {
+            **found,
+            "kv_heads": self.config.heads,
+            "head_dim": self.config.head_dim,
+            "layers": max(found["layers"], max(self.config.layers) + 1),
+        }
+        difference = fingerprint_mismatch(expected, found)
+        if difference:
+            raise KvlearnError(
+                f"this scorer was trained for another model: {difference} here; train one for this model."
+            )
+
+    # ---- folders -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # fewer options than the mixin, which passes unknown ones on silently
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> Self:
+        """Load a scorer from a folder or the Hub, in eval mode, after checking every field and every weight.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a Hub id.
+            revision: branch, tag or commit on the Hub.
+            token: Hub token; by default that of ``hf auth login``.
+            cache_dir: where Hub files are kept.
+            local_files_only: do not ask the Hub.
+            force_download: fetch Hub files again.
+
+        Raises:
+            KvlearnError: the folder is absent or damaged; the message names the file and the field.
+        """
+        folder = files.locate(
+            pretrained_model_name_or_path,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        config, weights = files.read(folder, lambda config: _shapes(cls, config))
+        scorer = cls(config)
+        scorer.load_state_dict(weights)
+        return scorer.eval()
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        config: Any = None,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        model_card_kwargs: dict[str, Any] | None = None,
+        **push_to_hub_kwargs: Any,
+    ) -> str | None:
+        """Write ``scorer.safetensors``, ``README.md`` and ``config.json``, each atomically and the config last.
+
+        Args:
+            save_directory: a folder, made if absent.
+            config: only for the mixin; the scorer writes its own.
+            repo_id: Hub id for ``push_to_hub``; by default the folder's name.
+            push_to_hub: also upload.
+            model_card_kwargs: only for the mixin; the card is made from the config.
+            push_to_hub_kwargs: passed to ``push_to_hub``.
+
+        Returns:
+            The address of the commit if uploaded.
+
+        Raises:
+            KvlearnError: a weight is not finite, or the folder cannot be written.
+        """
+        if config is not None or model_card_kwargs:
+            raise KvlearnError("a scorer writes its own config.json and README.md; change scorer.config instead.")
+        weights = {name: tensor.detach().cpu().float().contiguous() for name, tensor in self.state_dict().items()}
+        files.write(Path(save_directory), self.config, weights)
+        if push_to_hub:
+            return str(self.push_to_hub(repo_id or Path(save_directory).name, **push_to_hub_kwargs))
+        return None
+
+
+def _evaluate(folded: _Folded, dynamic: Tensor, static: Tensor) -> Tensor:
+    """``[X, S]`` scores of ``[X, S, F]`` and ``[X, S, R']`` raw features."""
+    z = torch.baddbmm(folded.bias, folded.dynamic, dynamic.transpose(1, 2))
+    z.baddbmm_(folded.static, static.float().transpose(1, 2))
+    if folded.out is None:
+        return z[:, 0]
+    return torch.baddbmm(z[:, :1], folded.out, functional.gelu(z[:, 1:]))[:, 0]
+
+
+def _principal(keys: Tensor, rank: int) -> Tensor:
+    """``[L, H, D, R]`` principal directions of ``[L, H, N, D]`` keys, the widest first, each scaled to unit spread."""
+    centred = keys - keys.mean(-2, keepdim=True)
+    size, direction = torch.linalg.eigh(centred.transpose(-1, -2) @ centred / keys.shape[-2])  # narrowest first
+    largest = direction.abs().argmax(-2, keepdim=True)  # eigenvectors have no sign of their own: fix one
+    direction = direction * direction.gather(-2, largest).sign()
+    return (direction * size[..., None, :].clamp(min=1e-6).rsqrt())[..., -rank:].flip(-1)
+
+
+def _shapes(cls: type[Scorer], config: ScorerConfig) -> dict[str, list[int]]:
+    """Names and shapes of the weights that ``config`` describes, without allocating them."""
+    with torch.device("meta"):
+        return {name: list(tensor.shape) for name, tensor in cls(config).state_dict().items()}
