@@ -1,0 +1,1 @@
+"""Training of scorers on traces: ``python -m train fit --config ...``, then ``python -m train export CKPT DIR``."""

@@ -1,0 +1,59 @@
+"""Progress on standard output, for terminals, logs and programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+_LEAST_SECONDS = 5.0  # between two lines within an epoch
+
+
+class Progress(pl.Callback):
+    """One line per validation, and every few seconds between.
+
+    Args:
+        format: "text", "json" (one object per line: event, epoch, step, steps, seconds, and the metrics), "none", or
+            "auto": "text" unless a progress bar is shown.
+    """
+
+    def __init__(self, format: Literal["auto", "text", "json", "none"] = "auto") -> None:  # noqa: A002 - the option's name
+        self.format = format
+        self.start = self.last = time.monotonic()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        if self.format == "auto":
+            self.format = "none" if trainer.progress_bar_callback else "text"
+        self.start = self.last = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A line now and then."""
+        if time.monotonic() - self.last >= _LEAST_SECONDS:
+            self._say(trainer, "step", ("train_loss",))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A line with what was measured."""
+        if not trainer.sanity_checking:
+            self._say(trainer, "validation", tuple(trainer.callback_metrics))
+
+    def _say(self, trainer: pl.Trainer, event: str, names: tuple[str, ...]) -> None:
+        self.last = time.monotonic()
+        if self.format in ("none", "auto"):
+            return
+        values = {n: round(float(v), 6) for n, v in trainer.callback_metrics.items() if n in names}
+        steps = trainer.estimated_stepping_batches if trainer.training else trainer.global_step
+        where = {"epoch": trainer.current_epoch, "step": trainer.global_step, "steps": steps}
+        seconds = round(self.last - self.start, 1)
+        if self.format == "json":
+            line = json.dumps({"event": event, **where, "seconds": seconds, **values})
+        else:
+            wanted = ("train_loss", "val_loss", "val_kept_mass")
+            shown = [f"{n} {v:.4f}" for n, v in values.items() if n.startswith(wanted)]
+            line = f"epoch {where['epoch']}, step {where['step']}, {seconds:.0f} s: {', '.join(shown)}"
+        print(line, flush=True, file=sys.stdout)
