@@ -31,7 +31,7 @@ SCORER = "smollm2-135m"
 CONFIG = "train/smollm2-135m-quick.yaml"
 TRAIN_DATA = "stdlib,sympy-docs"
 TRACE_WINDOW = 1024
-HELD_OUT = "transformers-code"
+HELD_OUT = "torch-docs"
 HEURISTICS = ("full", "streaming", "h2o", "tova", "snapkv")
 
 

@@ -22,7 +22,7 @@ def compare(
     task: Annotated[str, typer.Option(help="Tasks, with commas.")] = "lm",
     data: Annotated[
         str, typer.Option(help="Texts: see `kvlearn corpora`; with commas.")
-    ] = "transformers-code,chitchat",
+    ] = "torch-docs,transformers-code,chitchat",
     split: Annotated[str, typer.Option(help="Documents of train, validation, test or all.")] = "test",
     docs: Annotated[int, typer.Option(help="Documents, shared evenly among the texts.")] = 12,
     window: Annotated[int, typer.Option(help="Tokens per document.")] = 2048,

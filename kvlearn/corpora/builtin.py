@@ -199,6 +199,12 @@ BUILTINS: dict[str, _Builtin] = {
         lambda: _below(_package_folder("sympy"), "**/*.py"),
         _docstrings,
     ),
+    "torch-docs": _Builtin(
+        "manuals: the docstrings of torch, one document per module",
+        "pip install torch",
+        lambda: _below(_package_folder("torch"), "**/*.py"),
+        _docstrings,
+    ),
     "transformers-code": _Builtin(
         "code: the models of transformers",
         "pip install transformers",
