@@ -22,6 +22,7 @@ Array = npt.NDArray[np.float64]
 Document = tuple[str, str]  # domain, name
 
 _VARIANT_FIELDS = ("block", "protect", "allocation")
+_UNTOLD = "?"
 
 
 @dataclass(frozen=True, order=True)
@@ -93,20 +94,20 @@ def cells(rows: Iterable[Row]) -> list[CellData]:
 
 
 def policy_labels(rows: Iterable[Row]) -> dict[tuple[str, ...], str]:
-    """A name for every variant of every policy: the policy, and those settings in which its variants differ."""
+    """A name for every variant of every policy: the policy, and those settings in which its variants differ.
+
+    A row that does not tell a setting (one that failed early, say) is taken for the variant that there is, if just one.
+    """
     variants: dict[str, set[tuple[str, ...]]] = {}
     for row in rows:
         variants.setdefault(row["policy"], set()).add(_variant(row))
     labels = {}
     for policy, found in variants.items():
-        differ = [len(set(values)) > 1 for values in zip(*found, strict=True)][1:]
+        told = [set(values) - {_UNTOLD} for values in zip(*found, strict=True)][1:]
         for variant in found:
-            told = [
-                f"{name}={value}"
-                for name, value, differs in zip(_VARIANT_FIELDS, variant[1:], differ, strict=True)
-                if differs
-            ]
-            labels[variant] = f"{policy} ({', '.join(told)})" if told else policy
+            settings = zip(_VARIANT_FIELDS, variant[1:], told, strict=True)
+            words = [f"{name}={value}" for name, value, values in settings if len(values) > 1]
+            labels[variant] = f"{policy} ({', '.join(words)})" if words else policy
     return labels
 
 
@@ -136,4 +137,5 @@ def _joins_every_budget(row: Row) -> bool:
 
 
 def _variant(row: Row) -> tuple[str, ...]:
-    return (row["policy"], *(setting_text(row.get(name)) for name in _VARIANT_FIELDS))
+    told = (setting_text(row[name]) if name in row else _UNTOLD for name in _VARIANT_FIELDS)
+    return (row["policy"], *told)

@@ -157,7 +157,12 @@ def read_rows(*paths: str | Path) -> list[Row]:
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     """Write a whole file of rows, all or nothing."""
-    write_atomically(Path(path), "".join(_line(row) for row in rows).encode())
+    write_atomically(Path(path), dump_rows(rows))
+
+
+def dump_rows(rows: Iterable[Row]) -> bytes:
+    """Rows as JSON lines in UTF-8; numbers that are not finite become null, because JSON has no word for them."""
+    return "".join(_line(row) for row in rows).encode()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -220,7 +225,7 @@ class RowStore:
             KvlearnError: a row is malformed (then none is written), or the disk is full (then the file is as before).
         """
         rows = tuple(_finite(check_row(row)) for row in rows)
-        data = "".join(_line(row) for row in rows).encode()
+        data = dump_rows(rows)
         end = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(data)

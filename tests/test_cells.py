@@ -72,6 +72,16 @@ def test_variants_of_a_policy_are_named_by_what_differs() -> None:
     assert len(data.compared) == 3
 
 
+def test_a_row_that_does_not_tell_a_setting_is_no_variant_of_its_own() -> None:
+    rows = [fake_row(doc="a", block=32), fake_row(doc="b", error="out of memory")]
+    assert set(policy_labels(rows).values()) == {"h2o"}
+    assert set(policy_labels([*rows, fake_row(block=None)]).values()) == {
+        "h2o (block=32)",
+        "h2o (block=none)",
+        "h2o (block=?)",
+    }
+
+
 def test_a_setting_in_words() -> None:
     settings: list[object] = [None, {}, 32, "prompt", {"sink": 4}]
     assert [setting_text(value) for value in settings] == ["none", "none", "32", "prompt", "sink 4"]
