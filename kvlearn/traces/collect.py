@@ -117,6 +117,10 @@ class WindowRecorder:
             for end, (pos, mean_code, peak_code) in zip(layout.ends, self.seen[layer], strict=True):
                 block = slice(start, start + end)
                 start += end
+                if pos.shape[-1] >= end and bool((pos[:, :end] == torch.arange(end, device=pos.device)).all()):
+                    held[row, :, block] = True
+                    mean[row, :, block], peak[row, :, block] = mean_code[:, :end], peak_code[:, :end]
+                    continue
                 # Slots of later tokens go to an extra column, and so do empty ones: position -1.
                 column = torch.where(pos < end, pos, -1).long() % (end + 1)
                 column = column.expand_as(mean_code)
