@@ -127,7 +127,7 @@ def test_feeding_by_blocks_is_feeding_token_by_token(loaded: Any, cases: list[Ca
     logits = torch.cat([run.feed(ids[:, i : i + 1]) for i in range(ids.shape[1] - 1)], dim=1)
     expected = token_nll(logits, ids[:, 1:])[:, 31:].mean(1)
     cache = EvictingCache(loaded.model, "ema", 32, block=8)
-    full = LanguageModelling().full(Run(loaded.model, None, EvictingCache(loaded.model)), cases)  # type: ignore[arg-type]
+    full = LanguageModelling().full(Run(loaded.model, None, EvictingCache(loaded.model)), cases)
     measured = LanguageModelling().measure(Run(loaded.model, loaded.tokenizer, cache), cases, full, 32)
     values = torch.tensor([m[0].value for m in measured])
     assert isinstance(measured[0][0], Measurement)

@@ -70,3 +70,9 @@ def test_ci_tries_the_oldest_transformers_that_is_promised() -> None:
     (promised,) = (item.specifier for item in REQUIREMENTS if item.name == "transformers")
     assert promised.contains(pins["transformers"])
     assert f">={pins['transformers'].removesuffix('.0')}" in str(promised).split(",")
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "configs"])
+def test_what_ships_beside_the_package_goes_into_its_wheel(kind: str) -> None:
+    included = tomllib.loads(PYPROJECT)["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included.get(kind) == (f"kvlearn/{kind}" if (ROOT / kind).is_dir() else None)
