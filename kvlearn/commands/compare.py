@@ -22,7 +22,7 @@ def compare(
     task: Annotated[str, typer.Option(help="Tasks, with commas.")] = "lm",
     data: Annotated[
         str, typer.Option(help="Texts: see `kvlearn corpora`; with commas.")
-    ] = "torch-docs,transformers-code,chitchat",
+    ] = "transformers-code,chitchat",
     split: Annotated[str, typer.Option(help="Documents of train, validation, test or all.")] = "test",
     docs: Annotated[int, typer.Option(help="Documents, shared evenly among the texts.")] = 12,
     window: Annotated[int, typer.Option(help="Tokens per document.")] = 2048,
@@ -78,13 +78,16 @@ def _run(comparison: Comparison) -> None:
 
 
 def show(rows: list[Row], out: Path, commands: list[str]) -> None:
-    """Print the table, and write the page and the plots."""
+    """Print the table, and write the page, the plots, and the table as Markdown and as JSON."""
     from rich.console import Console
 
-    from kvlearn.report import plot_png, render_table, write_report
+    from kvlearn.report import markdown_table, plot_png, render_table, write_report, write_results
+    from kvlearn.rows import write_atomically
 
     console = Console()
     console.print(render_table(rows))
     page = write_report(rows, out, commands=commands)
     plots = plot_png(rows, out)
-    console.print(f"rows {out / 'rows.jsonl'}, page {page}, plots {', '.join(str(plot) for plot in plots)}")
+    write_atomically(out / "table.md", markdown_table(rows).encode())
+    write_results(rows, out / "results.json", "; ".join(commands))
+    console.print(f"page {page}, plots {', '.join(plot.name for plot in plots)}, rows.jsonl, table.md, results.json")

@@ -205,6 +205,12 @@ BUILTINS: dict[str, _Builtin] = {
         lambda: _below(_package_folder("torch"), "**/*.py"),
         _docstrings,
     ),
+    "torch-headers": _Builtin(
+        "code: the C++ headers of torch",
+        "pip install torch",
+        lambda: _below(_package_folder("torch"), "include/**/*.h"),
+        _whole,
+    ),
     "transformers-code": _Builtin(
         "code: the models of transformers",
         "pip install transformers",
@@ -219,6 +225,12 @@ BUILTINS: dict[str, _Builtin] = {
     ),
     "python-docs": _Builtin("manuals: the documentation of Python", f"{_DEBIAN} python3.11-doc", _python_docs, _whole),
     "perl-docs": _Builtin("manuals: the documentation of Perl", f"{_DEBIAN} perl-doc", _perl_docs, _whole),
+    "git-docs": _Builtin(
+        "manuals: of the commands of git",
+        f"{_DEBIAN} git-doc",
+        lambda: _below(SHARE / "doc/git-doc", "git-*.txt"),
+        _whole,
+    ),
     "anarchism": _Builtin(
         "essays: An Anarchist FAQ",
         f"{_DEBIAN} anarchism",
