@@ -1,7 +1,8 @@
 """The attention implementation ``"kvlearn"`` that transformers calls.
 
 With an :class:`kvlearn.cache.EvictingCache` the keys that arrive are tagged with their cache layer, which attends,
-observes and evicts. With any other cache this is PyTorch's scaled dot product attention, unchanged.
+observes and evicts. With any other cache this is PyTorch's scaled dot product attention, unchanged; where a model caps
+its logits (Gemma 2), which that lacks, it is our own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvlearn.errors import KvlearnError
+from kvlearn.kernels.decode_attention import decode_attention
+from kvlearn.support import check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "kvlearn"
 _TAG = "_kvlearn_layer"
-_UNSUPPORTED = ("s_aux", "position_bias", "indices")
+_UNSUPPORTED = ("s_aux", "position_bias", "indices", "sliding_window", "output_attentions")
 
 
 def tag(key: Tensor, layer: EvictingLayer) -> Tensor:
@@ -56,16 +59,25 @@ def kvlearn_attention(
         Output ``[B, C, H * G, D]`` and ``None``.
     """
     layer: EvictingLayer | None = getattr(key, _TAG, None)
+    softcap = kwargs.get("softcap")
     if layer is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        if softcap is None:
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = attention_mask is None and query.shape[2] > 1
+        out, _ = decode_attention(
+            query, key, value, visible=attention_mask, causal=causal, scale=scale, softcap=softcap
         )
-        return output, None
+        return out.transpose(1, 2).contiguous(), None
     for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise KvlearnError(f"this model's attention uses {name!r}, which an EvictingCache cannot honour.")
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise KvlearnError(f"this model's attention asks for {name!r}, which an EvictingCache cannot honour.")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise KvlearnError("this model's attention looks ahead, and an EvictingCache serves causal attention only.")
     if dropout:
         raise KvlearnError("an EvictingCache serves generation only; call model.eval() first.")
     out = layer.attend(
@@ -74,7 +86,7 @@ def kvlearn_attention(
         value,
         attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
+        softcap=softcap,
         position_ids=kwargs.get("position_ids"),
     )
     return out.transpose(1, 2).contiguous(), None
@@ -95,14 +107,10 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     With any cache but an :class:`kvlearn.EvictingCache` the model goes on exactly as with ``"sdpa"``.
 
     Raises:
-        KvlearnError: the model does not take its attention from transformers' attention interface.
+        KvlearnError: kvlearn cannot take over this model's attention (:mod:`kvlearn.support`).
     """
     register()
-    if not getattr(model, "_supports_attention_backend", False):
-        raise KvlearnError(
-            f"{type(model).__name__} does not use transformers' attention interface, so kvlearn cannot observe its "
-            "attention; use a model class that supports attention backends."
-        )
+    check_model(model)
     model.set_attn_implementation(NAME)
     return model
 

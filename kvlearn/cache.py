@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvlearn import attention
 from kvlearn.errors import KvlearnError
@@ -17,6 +17,7 @@ from kvlearn.policies.base import Policy
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce, Protection
 from kvlearn.slots import LayerConfig, Recorder
+from kvlearn.support import NO_ROLLBACK, check_model, managed_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,15 +59,14 @@ class EvictingCache(Cache):
         recorder: Recorder | None = None,
     ) -> None:
         _require_enabled(model)
+        check_model(model)
         self.policy = resolve(policy)
         self.policy.bind(model)
         if budget is None and self.policy.kind != "full":
             raise KvlearnError(
                 f"policy {self.policy.name!r} needs a budget: the most slots each KV head may hold, such as budget=256."
             )
-        config = model.config.get_text_config(decoder=True)
-        layers: list[Any] = list(DynamicCache(config=config).layers)
-        managed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        layers, managed = managed_layers(model)
         budgets = [budget] * len(managed) if budget is None or isinstance(budget, int) else list(budget)
         if len(budgets) != len(managed):
             raise KvlearnError(
@@ -82,18 +82,33 @@ class EvictingCache(Cache):
         self.managed = managed
         self.block = self.budgets[0].block if self.budgets else 1
         self._model_config = model.config
+        self._latest: Any = None  # the managed layer that was handed keys last
         super().__init__(layers=layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention; see :class:`EvictingLayer`."""
         if self._model_config._attn_implementation != attention.NAME:
             raise KvlearnError(_wrong_attention(self._model_config._attn_implementation))
+        if self._latest is not None and self._latest.pending:
+            raise KvlearnError(
+                "the model's attention bypassed kvlearn, so its output would be wrong; call kvlearn.enable(model) and "
+                "leave attn_implementation as it is."
+            )
+        self._latest = self.layers[layer_idx] if layer_idx in self.managed else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @property
+    def is_compileable(self) -> bool:
+        """False: ``generate`` would prepare masks as for a static cache."""
+        return False
+
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused; see :meth:`EvictingLayer.crop`."""
-        for layer in self.evicting_layers():
-            layer.crop(*args)
+        """Refused: evicted tokens and folded observations cannot be brought back."""
+        raise KvlearnError(NO_ROLLBACK)
+
+    def activate_past_recording(self) -> None:
+        """Refused: ``generate`` calls this before it decodes with an assistant, whose rejected tokens it crops."""
+        raise KvlearnError(NO_ROLLBACK)
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new text."""
@@ -123,24 +138,28 @@ class EvictingCache(Cache):
             ``length`` (tokens seen by each row), ``slots`` (the most slots any row and head of any layer holds),
             ``mean_slots`` (mean over rows, heads and layers), ``evictions`` (tokens no longer held, mean over heads and
             layers, summed over rows), and bytes as allocated: ``kv_bytes``, ``state_bytes`` (all else that belongs to
-            slots, kept queries included), ``other_bytes`` (layers that are not managed), ``bytes`` (their sum).
+            slots, kept queries included), ``other_bytes`` (layers that are not managed), ``bytes`` (their sum);
+            ``full_bytes`` (what a cache that keeps every token takes, padding included, as transformers' own does) and
+            ``compression`` (``full_bytes / bytes``, 1.0 when empty).
         """
-        kv = state = other = most = 0
+        kv = state = other = full = most = 0
         held: list[float] = []
         length: list[int] = []
         layers: list[Any] = self.layers
         for i, layer in enumerate(layers):
-            size = sum(_nbytes(t) for t in vars(layer).values() if isinstance(t, Tensor))
+            size = _allocated(*(t for t in vars(layer).values() if isinstance(t, Tensor)))
             if i not in self.managed:
                 other += size
             elif layer.is_initialized:
-                own = _nbytes(layer.keys) + _nbytes(layer.values)
+                own = _allocated(layer.keys, layer.values)
                 kv, state = kv + own, state + size - own
+                full += layer.seen * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes)
                 count = (layer.pos >= 0).sum(-1)
                 most = max(most, int(count.max()))
                 held.append(float(count.float().mean()))
                 length = layer.length.tolist()
         mean = sum(held) / len(held) if held else 0.0
+        total = kv + state + other
         return {
             "length": length,
             "slots": most,
@@ -149,12 +168,15 @@ class EvictingCache(Cache):
             "kv_bytes": kv,
             "state_bytes": state,
             "other_bytes": other,
-            "bytes": kv + state + other,
+            "bytes": total,
+            "full_bytes": full + other,
+            "compression": (full + other) / total if total else 1.0,
         }
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _allocated(*tensors: Tensor) -> int:
+    """Bytes of what the tensors lie in, each storage counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _require_enabled(model: PreTrainedModel) -> None:

@@ -26,24 +26,19 @@ from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.decode_attention import decode_attention
 from kvlearn.policies.base import Slots, select_victims
 from kvlearn.slots import SLOT_DIM, Call, SlotStore, expand
+from kvlearn.support import NO_ROLLBACK
 
 
 class EvictingLayer(SlotStore):
     """Attention, observation and eviction over the slots of one layer."""
 
     is_sliding = False
-    is_compileable = False
     is_croppable = False
 
     # ---- transformers' cache layer interface -------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand this call's keys to the attention function, tagged with this layer, which then stores them."""
-        if self.pending:
-            raise KvlearnError(
-                "the model's attention bypassed kvlearn, so its output would be wrong; call kvlearn.enable(model) and "
-                "leave attn_implementation as it is."
-            )
         self.pending = True
         return tag(key_states, self), value_states
 
@@ -66,12 +61,13 @@ class EvictingLayer(SlotStore):
         """Forget everything; the next call allocates anew."""
         self._clear()
 
-    def crop(self, *args: Any) -> None:
-        """Refused: evicted tokens and folded observations cannot be brought back."""
-        raise KvlearnError(
-            "an EvictingCache cannot be cropped, so assisted and prompt-lookup decoding cannot use it; generate "
-            "without assistant_model and prompt_lookup_num_tokens."
-        )
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # a class attribute in transformers
+        """Refused: only ``generate`` of the oldest releases asks a layer, when it is about to decode with an assistant.
+
+        Later ones call :meth:`EvictingCache.activate_past_recording` then; all others ask the cache.
+        """
+        raise KvlearnError(NO_ROLLBACK)
 
     # ---- attention ---------------------------------------------------------------------------------------------
 
@@ -333,5 +329,13 @@ def _own_validity(mask: Tensor | None, count: int) -> Tensor | None:
             f"an EvictingCache takes a 2D attention mask [batch, tokens]; this model passed one of shape "
             f"{tuple(mask.shape)} and dtype {mask.dtype}."
         )
-    valid = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    visible = mask[:, 0]
+    valid = visible.diagonal(dim1=-2, dim2=-1)
+    if count > 1:
+        causal = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril() & valid[:, None]
+        if bool(((visible != causal) & valid[:, :, None]).any()):  # rows of padding see whatever keeps sdpa finite
+            raise KvlearnError(
+                "this model's attention mask is not causal within one call, and an EvictingCache serves plain causal "
+                "attention over padded batches only."
+            )
     return None if bool(valid.all()) else valid

@@ -19,5 +19,10 @@ class KeyNorm(Policy):
     paper = "arXiv 2406.11430"
 
     def score(self, slots: Slots) -> Tensor:
-        """Minus the norm of the key."""
-        return -torch.linalg.vector_norm(slots.keys, dim=-1, dtype=torch.float32)
+        """Minus the norm of the key.
+
+        In half precision: the keys of a token that is repeated differ in the last bits of single precision, and not in
+        the same way in every batch; here they tie.
+        """
+        norm = torch.linalg.vector_norm(slots.keys, dim=-1, dtype=torch.float32)
+        return -norm.clamp(max=torch.finfo(torch.float16).max).half().float()
