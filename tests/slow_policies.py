@@ -72,9 +72,15 @@ class View:
     prompt_length: int
     budget: int
     block: int
+    known: dict[object, dict[int, float]] = field(default_factory=dict)  # by head: what was worked out, by position
 
     def age(self, token: Token) -> int:
         return self.length - token.pos
+
+    def once(self, what: object, work: Callable[[], dict[int, float]]) -> dict[int, float]:
+        if what not in self.known:
+            self.known[what] = work()
+        return self.known[what]
 
 
 Score = Callable[[View, int, Token], float]
@@ -241,7 +247,6 @@ def h2o_exposure(view: View, head: int, token: Token) -> float:
 
 def tova(view: View, head: int, token: Token) -> float:
     same = [t.last_query for held in view.heads for t in held if t.pos == token.pos]
-    assert len(same) == len(view.heads)
     return sum(same) / len(same)
 
 
@@ -259,12 +264,75 @@ def ema(view: View, head: int, token: Token, half_life: int = 64) -> float:
 
 
 def keynorm(view: View, head: int, token: Token) -> float:
-    return -math.sqrt(sum(float(x) ** 2 for x in token.key))
+    return -as_half(math.sqrt(sum(float(x) ** 2 for x in token.key)))
 
 
 def keydiff(view: View, head: int, token: Token) -> float:
     anchor = np.mean([t.key / np.linalg.norm(t.key) for t in view.heads[head]], axis=0)
     return -float(token.key @ anchor / np.linalg.norm(token.key) / np.linalg.norm(anchor))
+
+
+def scissorhands(view: View, head: int, token: Token) -> float:
+    chances = (1 - 0.5 ** (view.age(token) / 256)) / (1 - 0.5 ** (view.block / 256))
+    return token.history["hits"] - chances
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def lazy_eviction(view: View, head: int, token: Token) -> float:
+    idle, gap = token.history["idle"], token.history["gap"]
+    if gap == 0:
+        return 1.0 if idle == 0 else 0.0
+    return 2 * sigmoid(-idle / gap) + 2 * sigmoid(-1 / gap)
+
+
+def g_kv(view: View, head: int, token: Token) -> float:
+    return token.history["peak"]
+
+
+def r_kv(view: View, head: int, token: Token, mix: float = 0.1, kernel: int = 7) -> float:
+    if view.age(token) <= view.block:
+        return math.inf
+    held = sorted(view.heads[head], key=lambda t: t.pos)
+    before = [t for t in held if view.age(t) > view.block]
+    at = before.index(token)
+    near = [before[i].history["last"] for i in range(at - kernel // 2, at + kernel // 2 + 1) if 0 <= i < len(before)]
+    importance = max(near) / sum(t.history["last"] for t in before)
+    redundancy = view.once(("redundancy", head), lambda: softmax(mean_cosines(held)))
+    return mix * importance - (1 - mix) * redundancy[token.pos]
+
+
+def mean_cosines(held: list[Token]) -> dict[int, float]:
+    """By position: mean cosine with the other keys, the latest similar one of each key left out."""
+    means = dict.fromkeys((t.pos for t in held), 0.0)
+    for one in held:
+        cosines = {t.pos: float(one.key @ t.key / np.linalg.norm(one.key) / np.linalg.norm(t.key)) for t in held}
+        cosines[one.pos] = 0.0
+        alike = [pos for pos, cosine in cosines.items() if cosine > 0.5]
+        if alike:
+            cosines[max(alike)] = 0.0
+        for pos, cosine in cosines.items():
+            means[pos] += cosine / len(held)
+    return means
+
+
+def softmax(numbers: dict[int, float]) -> dict[int, float]:
+    total = sum(math.exp(x) for x in numbers.values())
+    return {name: math.exp(x) / total for name, x in numbers.items()}
+
+
+def caote(view: View, head: int, token: Token, inner: Score = h2o, fast: bool = False) -> float:
+    scores = view.once(("inner", head), lambda: {t.pos: inner(view, head, t) for t in view.heads[head]})
+    if scores[token.pos] == math.inf:
+        return math.inf
+    counted = [t for t in view.heads[head] if scores[t.pos] < math.inf]
+    total = sum(scores[t.pos] for t in counted)
+    weights = {t.pos: 1 / len(counted) if fast else scores[t.pos] / total for t in counted}
+    output = sum(weights[t.pos] * t.value for t in counted)
+    share = scores[token.pos] / total
+    return share / max(1 - share, 1e-6) * float(np.linalg.norm(output - token.value))
 
 
 SLOW: dict[str, Score] = {
@@ -278,4 +346,9 @@ SLOW: dict[str, Score] = {
     "ema": ema,
     "keynorm": keynorm,
     "keydiff": keydiff,
+    "scissorhands": scissorhands,
+    "lazy-eviction": lazy_eviction,
+    "g-kv": g_kv,
+    "r-kv": r_kv,
+    "caote": caote,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from kvlearn.policies import POLICIES, parse, register, resolve
 from kvlearn.policies.base import Policy, Slots, select_victims
 from kvlearn.policies.learned import Learned
 from kvlearn.policies.oracle import FutureRecorder, Oracle
+from kvlearn.policies.pyramidkv import pyramid_budgets
 from kvlearn.scorers import Scorer
 
 BUDGET, BLOCK, SINKS = 28, 8, 4
@@ -78,10 +81,10 @@ def assert_agrees(model: Any, policy: Policy, score: Score | list[Score], calls:
 
     ``score`` may be a list with one slow policy per row of the batch.
     """
-    ids = tokens(sum(calls))
+    scores = score if isinstance(score, list) else [score]
+    ids = tokens(sum(calls), batch=len(scores))
     cache = kvlearn.EvictingCache(model, policy, budget=BUDGET, block=BLOCK)
     seen = spy(cache)
-    scores = score if isinstance(score, list) else [score] * len(ids)
     slow = {
         layer: [SlowLayer(layer, one, BUDGET, BLOCK, SINKS, BLOCK, model.config.head_dim**-0.5) for one in scores]
         for layer in cache.managed
@@ -108,6 +111,9 @@ VARIANTS = {
     "snapkv:kernel=7:pooling=max": partial(slow_policies.snapkv, kernel=7, pooling="max"),
     "ema:16": partial(slow_policies.ema, half_life=16),
     "ema:1024": partial(slow_policies.ema, half_life=1024),
+    "r-kv:mix=0.9:kernel=3": partial(slow_policies.r_kv, mix=0.9, kernel=3),
+    "caote:tova": partial(slow_policies.caote, inner=slow_policies.tova),
+    "caote:snapkv:fast=true": partial(slow_policies.caote, inner=slow_policies.snapkv, fast=True),
 }
 
 
@@ -216,47 +222,51 @@ def test_oracle_refuses_what_it_cannot_know(model: Any) -> None:
         Oracle.from_recorder(gaps)
 
 
-class LinearScorer:
-    """Stands in for a scorer: fixed weights on the dynamic features and on the two static ones."""
-
-    def __init__(self) -> None:
-        self.weights = np.random.default_rng(0).normal(size=16)
-        self.checked = False
-
-    def check_model(self, model: Any) -> None:
-        self.checked = True
-
-    def to(self, device: Any) -> None: ...
-
-    def static(self, layer: int, keys: Tensor, value_norm: Tensor) -> Tensor:
-        return torch.stack([keys.float().norm(dim=-1), value_norm.float()], dim=-1)
-
-    def score(self, layer: int, dynamic: Tensor, static: Tensor) -> Tensor:
-        return (torch.cat([dynamic, static.float()], dim=-1).double() @ torch.from_numpy(self.weights)).float()
+def random_scorer(model: Any) -> Scorer:
+    """All of its weights matter, and so does its standardisation."""
+    generator = torch.Generator().manual_seed(0)
+    scorer = Scorer.for_model(model, hidden=4, key_rank=2, block=BLOCK)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            weight.normal_(generator=generator)
+        scorer.mean.normal_(generator=generator)
+        scorer.std.uniform_(0.5, 2.0, generator=generator)
+    return scorer.eval()
 
 
-def slow_learned(view: View, head: int, token: Token, weights: np.ndarray) -> float:
-    """The features, one by one, from their documentation."""
+def slow_learned(view: View, head: int, token: Token, scorer: Scorer) -> float:
+    """Features and network, one number at a time, from their documentation."""
     h, age, floor = token.history, view.age(token), 2.0**-20
     values = [np.log(h["last"] + floor)]
     values += [np.log(h[f"ema{n}"] / (1 - 0.5 ** (age / n)) + floor) for n in slow_policies.HALF_LIVES]
     values += [np.log(h["mean"] + floor), np.log(h["peak"] + floor), h["hits"], np.log(1 + h["idle"])]
     values += [np.log(1 + h["gap"]), np.log(age), np.log(1 + token.pos), float(token.pos < 4), np.log(view.length)]
-    values += [np.linalg.norm(token.key), float(np.float16(np.linalg.norm(token.value)))]
-    return float(np.dot(values, weights))
+    key = torch.from_numpy(unrotated(token)).bfloat16().double().numpy()
+    weights = {n: t[scorer.index_of[view.layer], head].double().numpy() for n, t in scorer.state_dict().items()}
+    static = [np.log(np.linalg.norm(key) + 1e-6), np.log(float(np.float16(np.linalg.norm(token.value))) + 1e-6)]
+    values += [float(np.float16(x)) for x in [*static, *(key @ weights["projection"])]]
+    x = (np.array(values) - weights["mean"]) / weights["std"]
+    hidden = [z * 0.5 * (1 + math.erf(z / math.sqrt(2))) for z in x @ weights["w1"] + weights["b1"]]  # GELU
+    return float(x @ weights["skip"] + weights["bias"] + np.dot(hidden, weights["w2"]))
+
+
+def unrotated(token: Token) -> np.ndarray:
+    """The key before Llama's rotary embedding: pairs ``(i, i + D / 2)`` turned back by their angle."""
+    half = len(token.key) // 2
+    angle = token.pos * 10000.0 ** (-np.arange(half) / half)
+    first, second = token.key[:half], token.key[half:]
+    return np.concatenate(
+        [first * np.cos(angle) + second * np.sin(angle), second * np.cos(angle) - first * np.sin(angle)]
+    )
 
 
 def test_learned_keeps_what_the_slow_version_keeps(model: Any) -> None:
-    scorer: Any = LinearScorer()
-    assert_agrees(model, Learned(scorer), partial(slow_learned, weights=scorer.weights), CALLS)
-    assert scorer.checked
+    scorer = random_scorer(model)
+    assert_agrees(model, Learned(scorer), partial(slow_learned, scorer=scorer), CALLS)
 
 
-def test_a_real_scorer_serves_and_another_models_is_refused(model: Any, tiny_llama: Callable[..., Any]) -> None:
-    scorer = Scorer.for_model(model)
-    cache = kvlearn.EvictingCache(model, scorer, BUDGET, block=BLOCK)
-    feed(model, cache, tokens(60), (40, *[1] * 20))
-    assert cache.stats()["slots"] == BUDGET
+def test_a_scorer_for_another_model_is_refused(model: Any, tiny_llama: Callable[..., Any]) -> None:
+    scorer = random_scorer(model)
     other = kvlearn.enable(tiny_llama(layers=3))
     with pytest.raises(KvlearnError, match="layers: 2 against 3"):
         kvlearn.EvictingCache(other, scorer, BUDGET, block=BLOCK)
@@ -290,7 +300,7 @@ def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0
         values=draw(batch, 2, count, 16),
         state=state if "history" in policy.reads else None,
         last_query=torch.rand(batch, 2, count, generator=generator) if "last_query" in policy.reads else None,
-        static=draw(batch, 2, count, 2) if "static" in policy.reads else None,
+        static=draw(batch, 2, count, 4) if "static" in policy.reads else None,
         budget=32,
         block=8,
     )
@@ -301,7 +311,7 @@ def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0
 
 def every_policy(model: Any) -> dict[str, Policy]:
     ids = tokens(120, batch=4)
-    made: dict[str, Policy] = {"learned": Learned(LinearScorer())}
+    made: dict[str, Policy] = {"learned": Learned(random_scorer(model))}
     made["oracle"] = Oracle.from_recorder(record(model, ids, (120,)))
     return {name: made.get(name) or POLICIES[name]() for name in POLICIES if name != "full"}
 
@@ -428,7 +438,7 @@ def test_options_as_arguments() -> None:
     [
         ("emo", "unknown policy 'emo'; did you mean 'ema'?"),
         ("snap-kv:kernel=7", "unknown policy 'snap-kv'; did you mean 'snapkv'?"),
-        ("zzz", "unknown policy 'zzz'; known are ema, full"),
+        ("zzz", "unknown policy 'zzz'; known are caote, ema, full"),
         ("ema:half_lfe=16", "no option 'half_lfe'; did you mean 'half_life'?"),
         ("keynorm:3", "no option '3'; it has none"),
         ("ema:", "'half_life' is ''; it takes a whole number"),
@@ -440,6 +450,10 @@ def test_options_as_arguments() -> None:
         ("snapkv:pooling=min", "'pooling' is 'min'; it takes 'avg' or 'max'"),
         ("snapkv:kernel=4", "kernel is 4; give an odd number"),
         ("protected-random:ends=-1", "ends is -1"),
+        ("r-kv:mix=2", "mix is 2.0"),
+        ("r-kv:kernel=2", "kernel is 2; give an odd number"),
+        ("caote:keynorm", "inner is 'keynorm', which is not attention"),
+        ("caote:fast=perhaps", "'fast' is 'perhaps'; it takes true or false"),
         ("learned", "needs a scorer; give the scorer's folder"),
         ("oracle", "only kvlearn compare knows it"),
     ],
@@ -455,3 +469,33 @@ def test_a_scorer_folder_is_a_policy_named_after_it(model: Any, tmp_path: Any) -
     policy = resolve(str(tmp_path / "mine"))
     assert policy.kind == "learned"
     assert policy.label == str(tmp_path / "mine")
+
+
+# ---- layer budgets --------------------------------------------------------------------------------------------------
+
+
+def test_pyramid_falls_from_the_first_layer_to_the_last() -> None:
+    budgets = pyramid_budgets(256, 30, least=68)
+    assert sum(budgets) == 256 * 30
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[-1] == pytest.approx(68 + (256 - 68) / 20, abs=1)
+    assert budgets[0] == pytest.approx(68 + (256 - 68) * (2 - 1 / 20), abs=1)
+    falls = [a - b for a, b in pairwise(budgets)]
+    assert max(falls) - min(falls) <= 1
+
+
+def test_pyramid_at_its_limits() -> None:
+    assert pyramid_budgets(100, 4, least=68, beta=1) == [100] * 4
+    assert pyramid_budgets(68, 3, least=68) == [68] * 3
+    assert pyramid_budgets(90, 1, least=68) == [90]
+    with pytest.raises(KvlearnError, match="below the 68"):
+        pyramid_budgets(60, 3, least=68)
+    with pytest.raises(KvlearnError, match=r"beta 0\.5"):
+        pyramid_budgets(90, 3, least=68, beta=0.5)
+
+
+def test_pyramid_with_snapkv_runs(model: Any) -> None:
+    budgets = pyramid_budgets(40, 2, least=SINKS + 2 * BLOCK)
+    cache = kvlearn.EvictingCache(model, "snapkv", budgets, block=BLOCK)
+    feed(model, cache, tokens(90), (70, *[1] * 20))
+    assert [len(held(cache, layer)[0][0]) for layer in cache.managed] == budgets

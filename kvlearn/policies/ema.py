@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,5 +39,6 @@ class Ema(Policy):
 
     def score(self, slots: Slots) -> Tensor:
         """The average, divided by the weight it has had time to gather."""
-        gathered = 1 - torch.exp2(-slots.age.clamp(min=1).float() / self.half_life)
+        # Not exp2, whose bits depend on where in a tensor a number lies.
+        gathered = -torch.expm1(slots.age.clamp(min=1).float() * (-math.log(2) / self.half_life))
         return slots.field(f"ema{self.half_life}") / gathered
