@@ -15,6 +15,7 @@ A row is one number about one document: (model, task, policy, budget, doc, domai
 | tokens, tokens_per_s | scored tokens, and the speed of the run |
 | window, block, protect, allocation | optional settings; they belong to the row's identity |
 | error | optional: why this cell failed; such a row needs no numbers |
+| mean_slots | optional: slots held per KV head, the mean over heads and layers, where allocation makes them differ |
 | scorer_share, full_bytes, versions | optional: share of the time spent scoring, bytes of the full cache, packages |
 """
 
@@ -65,7 +66,7 @@ KEY_FIELDS = ("model", "task", "policy", "budget", "doc", "domain", "seed", "met
 
 _NAMES = ("model", "task", "policy", "doc", "domain", "metric", "kind")
 _NUMBERS = ("value", "full_value", "slots", "bytes", "state_bytes", "tokens_per_s", "tokens")
-_OPTIONAL_NUMBERS = ("scorer_share", "full_bytes")
+_OPTIONAL_NUMBERS = ("scorer_share", "full_bytes", "mean_slots")
 
 
 def metric_info(name: str) -> Metric:

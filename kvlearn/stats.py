@@ -70,6 +70,7 @@ class SummaryRow:
         loss, lo, hi: Mean loss against the full cache on the same documents, in the metric's unit, and its interval.
         value, full_value: Mean of the metric, and of the full cache's.
         slots: Physical slots held per KV head, the most at any moment of any document.
+        mean_slots: The same, the mean over heads, layers and documents: what an allocation shares out.
         bytes, state_bytes: Mean bytes allocated by the cache, scorer state included; the scorer state alone.
         compression: Bytes of the full cache divided by bytes of this policy's cache, same documents.
         tokens_per_s: Scored tokens divided by time, over all documents.
@@ -92,6 +93,7 @@ class SummaryRow:
     value: float | None = None
     full_value: float | None = None
     slots: float | None = None
+    mean_slots: float | None = None
     bytes: float | None = None
     state_bytes: float | None = None
     compression: float | None = None
@@ -320,6 +322,7 @@ def _plain_figures(data: CellData, policy: str) -> SummaryRow:
         value=_mean(data.column(policy, "value")),
         full_value=_mean(data.column(policy, "full_value")),
         slots=float(np.nanmax(slots)) if np.isfinite(slots).any() else None,
+        mean_slots=_mean(data.column(policy, "mean_slots")),
         bytes=_mean(own),
         state_bytes=_mean(data.column(policy, "state_bytes")),
         compression=float(full[both].sum() / own[both].sum()) if both.any() else None,

@@ -114,6 +114,11 @@ def test_the_markdown_table_escapes_names() -> None:
     assert r"a\|b: 1 failed row." in text
 
 
+def test_slots_are_the_mean_over_layers_where_it_is_known() -> None:
+    text = markdown_table([fake_row(slots=704), fake_row(policy="shared", slots=704, mean_slots=256)])
+    assert re.findall(r"\| (h2o|shared) .*\| (704|256) \|", text) == [("h2o", "704"), ("shared", "256")]
+
+
 def test_notes_name_the_budget_only_where_it_matters() -> None:
     rows = [fake_row(budget=budget, doc=str(doc)) for budget in (128, 256) for doc in range(8)]
     (panel,) = panels(summary([*rows, fake_row(budget=128, doc="8", error="out of memory")]))

@@ -199,12 +199,13 @@ def test_a_table_line_holds_the_figures_of_its_rows() -> None:
     rows = losses(full=("full", [0, 0, 0, 0]), h2o=("heuristic", [0.1, 0.3, 0.2, 0.2]))
     for row in rows:
         row.update(bytes=8000, state_bytes=0, slots=2048, budget=None) if row["kind"] == "full" else row.update(
-            bytes=1000, state_bytes=50, slots=200, scorer_share=0.25
+            bytes=1000, state_bytes=50, slots=200, mean_slots=180, scorer_share=0.25
         )
     rows[-1].update(slots=256, tokens=1000, tokens_per_s=100.0)
     line = line_of(summary(rows), "h2o")
     assert (line.n, line.errors, line.slots, line.bytes, line.state_bytes) == (4, 0, 256, 1000, 50)
     assert line.loss == pytest.approx(0.2)
+    assert line.mean_slots == 180
     assert line.value == pytest.approx(2.2)
     assert line.full_value == pytest.approx(2.0)
     assert line.compression == 8.0

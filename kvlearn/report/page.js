@@ -156,7 +156,7 @@
     const [first, last] = [logs[0], logs[logs.length - 1]];
     const x = (budget) => area.left + 18 + ((Math.log2(Math.max(budget, 1)) - first) / (last - first)) * (area.right - area.left - 36);
     frame(picture, area, y.ticks, y.place);
-    element("text", { x: 0, y: 12 }, picture, `loss, ${panel.unit}`);
+    element("text", { x: 0, y: 12 }, picture, `loss, ${panel.unit}${logarithmic ? ", logarithmic; 0 is on the edge" : ""}`);
     element("text", { x: area.right, y: height - 4, "text-anchor": "end" }, picture, "budget, slots per KV head (log2)");
     for (const budget of panel.budgets) element("text", { x: x(budget), y: area.bottom + 17, "text-anchor": "middle" }, picture, budget || "none");
     const clip = `clip-${data.panels.indexOf(panel)}`;

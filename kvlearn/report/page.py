@@ -164,7 +164,8 @@ def _columns(lines: Sequence[SummaryRow]) -> list[Column]:
         Column("p (Holm)", lambda x: w.p_value(x.p), lambda x: x.p),
         Column("Value", lambda x: w.decimal(x.value), lambda x: x.value),
         Column("Full cache", lambda x: w.decimal(x.full_value), lambda x: x.full_value),
-        Column("Slots", lambda x: w.whole(x.slots), lambda x: x.slots),
+        Column("Most slots", lambda x: w.whole(x.slots), lambda x: x.slots),
+        Column("Mean slots", lambda x: w.whole(x.mean_slots), lambda x: x.mean_slots),
         Column("Memory", lambda x: w.memory(x.bytes), lambda x: x.bytes),
         Column("of it state", lambda x: w.memory(x.state_bytes), lambda x: x.state_bytes),
         Column("Full / memory", lambda x: w.times(x.compression), lambda x: x.compression),
@@ -229,7 +230,7 @@ def _point(line: SummaryRow, number: Mapping[str, int]) -> dict[str, Any]:
         "hi": _short(line.hi),
         "words": [
             f"loss {tables.with_interval(tables.decimal, line.loss, line.lo, line.hi)}",
-            f"{tables.whole(line.slots)} slots, {tables.memory(line.bytes)}",
+            f"{tables.slots(line)} slots, {tables.memory(line.bytes)}",
             f"gap closed {tables.with_interval(tables.percent, line.gap_closed, line.gap_lo, line.gap_hi)}",
         ],
     }

@@ -123,7 +123,7 @@ def _terminal_table(panel: Panel) -> Table:
                     with_interval(decimal, line.loss, line.lo, line.hi),
                     with_interval(percent, line.gap_closed, *gap),
                     percent(line.less_loss),
-                    whole(line.slots),
+                    slots(line),
                     memory(line.bytes),
                     speed(line.tokens_per_s),
                 )
@@ -134,7 +134,7 @@ def _caption(metric: Metric) -> str:
     return (
         f"loss: {metric.unit}, against the full cache on the same documents, lower is better · * best heuristic · "
         "gap closed: from the best heuristic (0%) to the oracle (100%) · saved: share of the best heuristic's loss · "
-        "memory: bytes the cache allocated, scorer state included"
+        "slots: per KV head, mean over layers · memory: bytes the cache allocated, scorer state included"
     )
 
 
@@ -172,7 +172,7 @@ def _markdown_panel(panel: Panel) -> str:
             with_interval(percent, line.less_loss, line.less_lo, line.less_hi),
             p_value(line.p),
             decimal(line.value),
-            whole(line.slots),
+            slots(line),
             memory(line.bytes),
             times(line.compression),
             speed(line.tokens_per_s),
@@ -183,7 +183,8 @@ def _markdown_panel(panel: Panel) -> str:
         "",
         f"Loss: {panel.metric.unit} against the full cache on the same documents, mean over them, lower is better. "
         "Gap closed: (best heuristic - policy) / (best heuristic - oracle). Loss saved: 1 - policy / best heuristic. "
-        "p: against the best heuristic. Memory: bytes the cache allocated, scorer state included. "
+        "p: against the best heuristic. Slots: per KV head, mean over layers. "
+        "Memory: bytes the cache allocated, scorer state included. "
         "Full / memory: bytes of the full cache on the same documents, divided by that.",
         *(f"\n{_markdown(note)}" for note in panel.notes),
         "",
@@ -216,6 +217,11 @@ def percent(value: float | None) -> str:
 def whole(value: float | None) -> str:
     """A count, with thousands apart."""
     return NOTHING if value is None else f"{round(value):,}"
+
+
+def slots(line: SummaryRow) -> str:
+    """Slots per KV head: the mean over heads and layers where it is known, else the most."""
+    return whole(line.slots if line.mean_slots is None else line.mean_slots)
 
 
 def speed(value: float | None) -> str:
