@@ -176,7 +176,7 @@ def test_a_saved_scorer_comes_back_the_same(tmp_path: Path) -> None:
     scorer = make(
         budgets=(0.5, 1.5),
         horizon=(128, 0),
-        training={"model": {"losses": {"kl": 1.0}}},
+        training={"model": {"losses": {"kl": 1.0}}, "data": {"value_power": 1.0}},
         data={"train": [{"text": "stdlib", "tokens": 2048}]},
         metrics=({"title": "Loss", "command": "kvlearn compare ...", "table": [{"policy": "ema", "loss": 0.1234567}]},),
     )
@@ -186,6 +186,7 @@ def test_a_saved_scorer_comes_back_the_same(tmp_path: Path) -> None:
         "config.json",
         "scorer.safetensors",
     ]
+    assert "times the norm of the value" in (tmp_path / "new" / "s" / "README.md").read_text()
     loaded = Scorer.from_pretrained(tmp_path / "new" / "s")
     assert not loaded.training
     assert loaded.config == scorer.config

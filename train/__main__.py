@@ -5,6 +5,7 @@ Exit codes: 0 for success, 2 for a mistake the user can put right (one line on s
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -22,16 +23,24 @@ def main(arguments: list[str]) -> int:
             from train.cli import run
 
             run(arguments)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning turns Ctrl-C into an exit with code 1, once it has shut down.
+        if not isinstance(stop.__context__ or stop, KeyboardInterrupt):
+            raise
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        sentence = explain(error)
+        sentence = _one_line(error) if isinstance(error, argparse.ArgumentError) else explain(error)
         if sentence is None or os.environ.get("KVLEARN_TRACEBACK"):
             raise
         print(f"train: error: {sentence}", file=sys.stderr)
         return MISTAKE
     return 0
+
+
+def _one_line(error: argparse.ArgumentError) -> str:
+    """What was wrong with an argument or a config, and where to read on."""
+    return " ".join(str(error).split()) + " (see python -m train fit --help)"
 
 
 if __name__ == "__main__":

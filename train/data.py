@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,28 +97,25 @@ class EpochSampler(Sampler[tuple[int, int]]):
         size: windows there are.
         count: windows per epoch.
         seed: of the choice.
-        shuffle: choose at random; otherwise the first ``count`` in order, and epoch 0 always.
+        epoch: asked for the number of the epoch when it begins; Lightning's ``set_epoch`` comes too late for the first
+            epoch of a resumed run. Without it the first ``count`` windows come in order, as in epoch 0.
     """
 
-    def __init__(self, size: int, count: int, seed: int, shuffle: bool) -> None:
-        self.size, self.count, self.seed, self.shuffle = size, count, seed, shuffle
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning before each epoch."""
-        self.epoch = epoch
+    def __init__(self, size: int, count: int, seed: int, epoch: Callable[[], int] | None = None) -> None:
+        self.size, self.count, self.seed, self.epoch = size, count, seed, epoch
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        if not self.shuffle:
+        if self.epoch is None:
             return iter([(0, i) for i in range(self.count)])
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % 2**63)
+        epoch = self.epoch()
+        generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
         order: list[int] = []
         while len(order) < self.count:
             order += torch.randperm(self.size, generator=generator).tolist()
-        return iter([(self.epoch, i) for i in order[: self.count]])
+        return iter([(epoch, i) for i in order[: self.count]])
 
 
 class TraceDataModule(pl.LightningDataModule):
@@ -188,6 +185,7 @@ class TraceDataModule(pl.LightningDataModule):
         if not train:
             raise KvlearnError("data.train is empty; name at least one trace folder (kvlearn trace writes them).")
         self.target = Target(tuple(horizon or [256]), reduce, value_power)
+        self._first_epoch = 0
         self.traces: list[Trace] = []
         self.train_set: WindowDataset | None = None
         self.val_set: WindowDataset | None = None
@@ -265,9 +263,22 @@ class TraceDataModule(pl.LightningDataModule):
         assert self.val_set is not None
         return self._loader(self.val_set, len(self.val_set), shuffle=False)
 
+    def _epoch(self) -> int:
+        return max(self.trainer.current_epoch, self._first_epoch) if self.trainer else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch with which a run resumed from here goes on: Lightning makes its first batches before it counts."""
+        assert self.trainer is not None
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return {"epoch": self.trainer.current_epoch + done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with that epoch."""
+        self._first_epoch = state_dict["epoch"]
+
     def _loader(self, data: WindowDataset, count: int, shuffle: bool) -> DataLoader[Sample]:
         workers = self.hparams["num_workers"]
-        sampler = EpochSampler(len(data), count, self.hparams["seed"], shuffle)
+        sampler = EpochSampler(len(data), count, self.hparams["seed"], self._epoch if shuffle else None)
         return DataLoader(
             data,
             batch_size=None,

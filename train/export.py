@@ -62,7 +62,11 @@ def read_checkpoint(path: str | Path) -> Scorer:
         data: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise KvlearnError(f"there is no checkpoint {path}; training writes them into its log folder.") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, KeyError) as error:
+    except pickle.UnpicklingError:
+        raise KvlearnError(
+            f"{path} is not a checkpoint, or holds code that would run when it is read, which kvlearn refuses."
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KvlearnError(f"{path} cannot be read as a checkpoint: {reason}") from error
     if not isinstance(data, dict) or not isinstance(data.get(CONFIG_KEY), str):

@@ -38,7 +38,7 @@ class ScorerModule(pl.LightningModule):
             "huber" (score against log mass), "pairwise" (order across the boundary of a budget), "bce" (among the best
             or not). By default kl alone.
         least_share: smallest share of slots kept by the budgets that pairwise and bce draw.
-        most_share: largest such share.
+        most_share: largest share of slots kept by those budgets.
         learning_rate: of AdamW, at its highest.
         weight_decay: of AdamW, on the weights of projection and hidden units.
         warmup: share of all steps over which the learning rate rises; then it falls as a cosine.

@@ -82,11 +82,14 @@ def render(config: ScorerConfig) -> str:
 
 def _facts(config: ScorerConfig) -> str:
     horizon = ", ".join("to the end" if h == 0 else f"{h} queries" for h in config.horizon)
+    recipe = config.training.get("data")
+    power = recipe.get("value_power") if isinstance(recipe, dict) else None
+    weight = f", times the norm of the value to the power {power:g}" if power else ""
     rows = {
         "network": "linear" if config.kind == "linear" else f"linear plus {config.hidden} hidden units",
         "scorers": f"{len(config.layers)} layers x {config.heads} KV heads",
         "key projection": f"{config.key_rank} numbers per key" if config.key_rank else "none",
-        "forecast": f"{config.reduce} mass over {horizon}",
+        "forecast": f"{config.reduce} mass over {horizon}{weight}",
         "observed": f"blocks of {config.block} queries, {config.group_reduce} over the query heads of a KV head",
         "layer budgets": "equal" if config.budgets is None else ", ".join(f"{b:.3g}" for b in config.budgets),
     }
