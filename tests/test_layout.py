@@ -20,7 +20,7 @@ FLOORS = (
     ("corpora", "kernels", "metrics", "models", "rotary", "targets", "traces"),
     ("scorers",),
     ("policies",),
-    ("attention", "cache", "layer", "slots", "support"),
+    ("attention", "cache", "layer", "slots", "state", "support"),
     ("bench", "cells", "compare", "demo", "report", "rows", "stats", "tasks", "tracing"),
     ("", "__main__", "cli", "commands"),
 )
