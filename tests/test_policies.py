@@ -161,6 +161,9 @@ def slow_future(model: Any, ids: Tensor, reduce: str) -> list[Score]:
         rest = [slow_policies.code_of(mass) for mass in rest]
         if not rest:
             return 0.0
+        if reduce == "discounted":
+            soon = max(mass * 0.985**n for n, mass in enumerate(rest))
+            return slow_policies.as_half(soon + 0.1 * sum(mass * 0.97**n for n, mass in enumerate(rest)))
         return slow_policies.as_half(max(rest) if reduce == "max" else sum(rest) / len(rest))
 
     return [partial(score, row=b) for b in range(len(ids))]
@@ -172,7 +175,7 @@ def record(model: Any, ids: Tensor, calls: tuple[int, ...], **options: Any) -> F
     return recorder
 
 
-@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("reduce", ["max", "mean", "discounted"])
 def test_oracle_keeps_what_the_slow_version_keeps(model: Any, reduce: Any) -> None:
     ids = tokens(sum(CALLS))
     oracle = Oracle.from_recorder(record(model, ids, (sum(CALLS),)), reduce)

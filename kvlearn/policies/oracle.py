@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from kvlearn.errors import KvlearnError
+from kvlearn.history import decode_mass
 from kvlearn.policies.base import Policy, Slots
-from kvlearn.targets import Reduce, future_table
+from kvlearn.targets import future_table
+
+Foresight = Literal["mean", "max", "peak", "discounted"]
+"""How the future is read: see :data:`kvlearn.targets.Reduce`, and :func:`discounted`."""
+
+MAX_DISCOUNT, SUM_DISCOUNT, SUM_WEIGHT = 0.985, 0.97, 0.1
+"""Of :func:`discounted`; found by the loss of language modelling at 256 of 2,048 slots."""
+
+
+def discounted(mean_code: Tensor) -> Tensor:
+    """The largest block mean to come, a little of their sum besides, and the nearer the better.
+
+    Args:
+        mean_code: ``[N, B, H, T]`` uint8, encoded block mean mass.
+
+    Returns:
+        ``[N + 1, B, H, T]`` float32: row ``n`` is what is still to come when ``n`` blocks have been observed.
+    """
+    blocks = mean_code.shape[0]
+    table = torch.zeros(blocks + 1, *mean_code.shape[1:], device=mean_code.device)
+    largest = torch.zeros_like(table[0])
+    total = torch.zeros_like(table[0])
+    for n in range(blocks - 1, -1, -1):
+        mass = decode_mass(mean_code[n])
+        largest = torch.maximum(mass, MAX_DISCOUNT * largest)
+        total = mass + SUM_DISCOUNT * total
+        table[n] = largest + SUM_WEIGHT * total
+    return table
 
 
 class Observed(NamedTuple):
@@ -58,7 +86,7 @@ class Future:
     ends: Tensor
 
     @classmethod
-    def of(cls, observed: list[Observed], reduce: Reduce) -> Future:
+    def of(cls, observed: list[Observed], reduce: Foresight) -> Future:
         """The future of one layer of a :class:`FutureRecorder`.
 
         Raises:
@@ -82,6 +110,8 @@ class Future:
             codes[1, first:last].scatter_(-1, index, one.peak_code)
             first = last
         mean_code, peak_code = codes[..., :tokens]
+        if reduce == "discounted":
+            return cls(discounted(mean_code).half(), ends)
         return cls(future_table(mean_code, peak_code, block=1, reduce=reduce).half(), ends)
 
 
@@ -94,15 +124,15 @@ class Oracle(Policy):
 
     Args:
         future: the future of each layer.
-        reduce: ``"max"`` or ``"mean"`` of the future blocks' mean mass (a mean ranks as a sum does), or ``"peak"``, the
-            largest mass that one query will give.
+        reduce: ``"discounted"`` (:func:`discounted`, which loses least); ``"max"`` or ``"mean"`` of the future blocks'
+            mean mass (a mean ranks as a sum does); or ``"peak"``, the largest mass that one query will give.
 
     Raises:
         KvlearnError: no future is given.
     """
 
     future: dict[int, Future] | None = None
-    reduce: Reduce = "max"
+    reduce: Foresight = "discounted"
 
     name = "oracle"
     summary = "what will be attended to, read ahead: the ceiling"
@@ -110,8 +140,8 @@ class Oracle(Policy):
     kind = "oracle"
 
     def __post_init__(self) -> None:
-        if self.reduce not in get_args(Reduce):
-            raise KvlearnError(f"oracle: reduce is {self.reduce!r}; use one of {', '.join(get_args(Reduce))}.")
+        if self.reduce not in get_args(Foresight):
+            raise KvlearnError(f"oracle: reduce is {self.reduce!r}; use one of {', '.join(get_args(Foresight))}.")
         if self.future is None:
             raise KvlearnError(
                 "the oracle needs the future of the same tokens: only kvlearn compare knows it (in Python: "
@@ -119,7 +149,7 @@ class Oracle(Policy):
             )
 
     @classmethod
-    def from_recorder(cls, recorder: FutureRecorder, reduce: Reduce = "max") -> Oracle:
+    def from_recorder(cls, recorder: FutureRecorder, reduce: Foresight = "discounted") -> Oracle:
         """An oracle for the tokens that ``recorder`` saw.
 
         Raises:
