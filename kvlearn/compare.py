@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ class Comparison:
     """
 
     def __init__(
-        self, loaded: LoadedModel, settings: Settings, cases: dict[str, Sequence[Case]], store: RowStore
+        self, loaded: LoadedModel, settings: Settings, cases: Mapping[str, Sequence[Case]], store: RowStore
     ) -> None:
         self.loaded, self.settings, self.store = loaded, settings, store
         self.model = attention.enable(loaded.model)

@@ -67,7 +67,7 @@ class Demo:
 
     def __init__(self, loaded: LoadedModel, out: Path, sizes: Sizes) -> None:
         self.loaded, self.out, self.sizes = loaded, out, sizes
-        self.shipped_scorer = shipped("checkpoints", SCORER)
+        self.shipped_scorer = _short(shipped("checkpoints", SCORER))
         self.fresh_scorer = out / "scorer"
 
     def load_shipped(self) -> Scorer:
@@ -131,7 +131,8 @@ class Demo:
 
     def generate(self, ids: list[int], policy: str) -> tuple[str, dict[str, Any]]:
         """Continue a prompt greedily under a policy; returns the text and what the cache held."""
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        model: Any = self.loaded.model
+        tokenizer = self.loaded.tokenizer
         cache = EvictingCache(model, policy, None if policy == "full" else self.sizes.budget)
         inputs = torch.tensor([ids], device=model.device)
         output = model.generate(
@@ -143,6 +144,12 @@ class Demo:
             **{cache_argument(model): cache},
         )
         return str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)), cache.stats()
+
+
+def _short(path: Path) -> Path:
+    """Relative to the current folder, if it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _lines(command: list[str], folder: Path) -> Iterator[str]:

@@ -104,7 +104,8 @@ class _Conversation:
         from kvlearn.attention import cache_argument
         from kvlearn.models import encode
 
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        model: Any = self.loaded.model
+        tokenizer: Any = self.loaded.tokenizer
         if self.chat:
             if tokenizer.chat_template is None:
                 raise KvlearnError(f"{self.loaded.name} has no chat template; leave --chat out.")
