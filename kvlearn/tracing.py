@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,6 +120,7 @@ def trace(
         threads=torch.get_num_threads(),
         policy=policy,
         budgets=None if budget is None else str(budget),
+        policy_sha256=_content_hash(policy),
         versions={"kvlearn": __version__, **{name: importlib.metadata.version(name) for name in _DECIDING}},
     )
     source.check(manifest)
@@ -129,6 +132,16 @@ def trace(
         watch.windows(windows), writer, source.make_feed, device=str(loaded.model.device), progress=watch
     )
     return watch.report(finished)
+
+
+def _content_hash(policy: str | None) -> str | None:
+    """Of the files of a scorer's folder; ``None`` for a policy that has none here."""
+    if policy is None or not Path(policy).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(policy).rglob("*") if path.is_file()):
+        digest.update(path.relative_to(policy).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvlearn
 from kvlearn.attention import cache_argument
 from kvlearn.traces import Feed, Layout, Manifest, TraceWriter, WindowRecorder, collect
+from kvlearn.traces import format as trace_format
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,56 @@ def tiny_trace(
     layout = layout_of(model, window, block)
     writer = TraceWriter(folder, manifest_of(layout, windows, **changes))
     return collect(random_windows(windows, window), writer, feeds(model, block))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def trace_in_shards(folder: Path, die_at: int | None = None) -> int:
+    """Trace a tiny model into several shards; kill this process at the ``die_at``-th moment, if it comes to that.
+
+    A moment is a call of the model, a write, a sync, a rename, or the removal of a file.
+
+    Returns:
+        How many moments there were.
+    """
+    moments = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal moments
+            moments += 1
+            if moments == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            hidden_size=64,
+            intermediate_size=64,
+            vocab_size=200,
+            pad_token_id=0,
+        )
+    ).eval()
+    layout = layout_of(model, 64, 8)
+    with (
+        mock.patch.object(trace_format, "SHARD_BYTES", 2 * layout.window_bytes),
+        mock.patch.object(trace_format._HashingFile, "write", counted(trace_format._HashingFile.write)),
+        mock.patch.object(os, "fsync", counted(os.fsync)),
+        mock.patch.object(Path, "replace", counted(Path.replace)),
+        mock.patch.object(Path, "unlink", counted(Path.unlink)),
+    ):
+        manifest = manifest_of(layout, 5, policy="streaming", budgets="20-40")
+        make_feed = feeds(model, 8)
+        writer = TraceWriter(folder, manifest)
+        collect(random_windows(5, 64), writer, lambda *arguments: counted(make_feed(*arguments)))
+    return moments

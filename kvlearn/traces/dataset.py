@@ -123,8 +123,9 @@ class Trace:
         self._verify(shard)
         try:
             return self._window(self._row(shard, number))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise KvlearnError(f"shard {self.path / shard.file} cannot be read: {error}.") from error
+        except (OSError, ValueError, KeyError, RuntimeError, StopIteration) as error:
+            reason = str(error) or "it ends too soon"
+            raise KvlearnError(f"shard {self.path / shard.file} cannot be read: {reason}.") from error
 
     def verify(self) -> None:
         """Check every shard against its checksum.

@@ -116,6 +116,7 @@ class Manifest:
         threads: threads the model ran with; sums of floats depend on it.
         policy: policy of an on-policy trace, else ``None``.
         budgets: budgets of an on-policy trace, as the user gave them, else ``None``.
+        policy_sha256: of the scorer's files, if the policy is a folder.
         versions: of the libraries that decide the numbers.
         version: of the format.
         shards: complete shards, in order.
@@ -136,6 +137,7 @@ class Manifest:
     threads: int
     policy: str | None = None
     budgets: str | None = None
+    policy_sha256: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
     shards: tuple[Shard, ...] = ()
@@ -162,10 +164,10 @@ class Manifest:
         return TENSORS + (SEEN if self.policy else ())
 
     def recipe(self) -> dict[str, Any]:
-        """All that decides the content, as JSON holds it; flat, with dotted names for the sizes and versions."""
+        """All that decides the content, as JSON holds it; flat, with dotted names for nested fields."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del data["shards"], data["complete"]
-        for name in ("layout", "versions"):
+        for name in ("layout", "fingerprint", "versions"):
             data |= {f"{name}.{key}": value for key, value in data.pop(name).items()}
         return data
 
@@ -193,10 +195,10 @@ class Manifest:
         try:
             layout = Layout(**{**data["layout"], "layers": tuple(data["layout"]["layers"])})
             shards = tuple(Shard(**shard) for shard in data["shards"])
-            known = {f.name: data[f.name] for f in fields(cls)}
+            known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+            return cls(**{**known, "layout": layout, "shards": shards})
         except (KeyError, TypeError) as error:
             raise KvlearnError(f"{path} lacks or misnames a field: {error}.") from error
-        return cls(**{**known, "layout": layout, "shards": shards})
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -324,11 +326,12 @@ class TraceWriter:
         One row is held in memory at a time.
 
         Raises:
-            KvlearnError: the disk is full; what is complete stays.
+            KvlearnError: the disk is full (what is complete stays), or another process writes to the folder.
         """
         try:
-            for first in rows:
-                self._write_shard(first, rows)
+            with self._alone():
+                for first in rows:
+                    self._write_shard(first, rows)
         except OSError as error:
             if "No space left on device" in str(error):
                 raise KvlearnError(
@@ -336,6 +339,22 @@ class TraceWriter:
                     "are safe: free some space and run the same command again."
                 ) from error
             raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lock the folder; the lock goes with the process, whatever ends it."""
+        import fcntl
+
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if Manifest.read(self.folder) != self.manifest:
+                raise BlockingIOError
+            yield
+        except BlockingIOError:
+            raise KvlearnError(f"another process writes to the trace {self.folder}; wait until it ends.") from None
+        finally:
+            os.close(descriptor)
 
     def _write_shard(self, first: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> None:
         import pyarrow as pa
@@ -345,7 +364,7 @@ class TraceWriter:
         count = 0
         with _new_file(path) as file:
             sink = _HashingFile(file)
-            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), columns, options=options) as stream:
                 row: Mapping[str, Any] | None = first
                 while row is not None:

@@ -1,0 +1,144 @@
+"""kvlearn trace: from text to a folder, and what it says at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tracing_helpers import files_of
+from transformers import PreTrainedTokenizerFast
+
+from kvlearn import cli
+from kvlearn.commands.trace import describe
+from kvlearn.errors import KvlearnError
+from kvlearn.models import LoadedModel, fingerprint
+from kvlearn.traces import Trace
+from kvlearn.tracing import trace
+
+WORDS = [f"w{i}" for i in range(199)]
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_llama: Callable[..., Any]) -> LoadedModel:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[UNK]", *WORDS])}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = tiny_llama()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    return LoadedModel(model, fast, "tiny", 4096, fingerprint(model))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(" ".join(WORDS[(i * k) % 199] for k in range(1, 150)))
+    return str(folder)
+
+
+def run(loaded: LoadedModel, text: str, out: Path, **options: Any) -> Any:
+    return trace(loaded, text, out, **{"tokens": 256, "window": 64, "block": 8, "split": "all", **options})
+
+
+def test_a_text_becomes_a_trace(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    report = run(loaded, text, tmp_path / "t", tokens=200, progress=lambda *state: told.append(state))
+    found = Trace(tmp_path / "t")
+    assert found.manifest == report.manifest
+    assert len(found) == 4
+    assert told == [(done, 256) for done in (0, 64, 128, 192, 256)]
+    assert found.manifest.fingerprint == loaded.fingerprint
+    assert set(found.manifest.versions) >= {"kvlearn", "torch", "transformers"}
+    for window in found:
+        assert window.domain == "text"
+        words = loaded.tokenizer.decode(window.input_ids).split()
+        assert words[0].startswith("w")
+
+
+def test_what_it_prints(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    report = run(loaded, text, tmp_path / "t")
+    lines = "\n".join(describe(report, tmp_path / "t", 256))
+    rates = [float(n.replace(",", "")) for n in re.findall(r"(?:tracing|pass) ([\d,]+) tokens/s", lines)]
+    ratio = float(re.search(r"all logits\), ratio ([\d.]+)", lines)[1])
+    assert ratio == pytest.approx(rates[0] / rates[1], abs=0.02)
+    assert report.bytes == sum(len(data) for name, data in files_of(tmp_path / "t").items() if name.endswith("arrow"))
+    assert report.cache_bytes == 256 * 2 * 2 * 16 * 2 * 2  # tokens, layers, heads, dimension, K and V, two bytes
+    assert f"ratio {report.bytes / report.cache_bytes:.2f}" in lines
+    again = describe(run(loaded, text, tmp_path / "t"), tmp_path / "t", 256)
+    assert "256 of them were there already" in again
+
+
+def test_text_that_ends_is_said(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    report = run(loaded, text, tmp_path / "t", tokens=100_000)
+    assert any("the text ended before the 100,000" in line for line in describe(report, tmp_path / "t", 100_000))
+
+
+def test_an_on_policy_trace(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    run(loaded, text, tmp_path / "t", policy="h2o", budget="24-40")
+    assert {window.policy for window in Trace(tmp_path / "t")} == {"h2o"}
+    assert all(24 <= (window.budget or 0) <= 40 for window in Trace(tmp_path / "t"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens is 0"),
+        ({"policy": "h2o"}, "both a policy and a budget"),
+        ({"budget": 64}, "both a policy and a budget"),
+        ({"policy": "full", "budget": 64}, "'full' evicts nothing"),
+        ({"policy": "h20", "budget": 64}, "did you mean 'h2o'"),
+        ({"policy": "h2o", "budget": 8}, "budget is 8 slots, below"),
+        ({"policy": "h2o", "budget": "lots"}, "budget is 'lots'"),
+        ({"window": 8192}, "longer than the 4096 that tiny reads"),
+        ({"window": 60}, "60 tokens is no multiple of the block of 8"),
+        ({"block": 0}, "block"),
+    ],
+)
+def test_bad_arguments_leave_no_folder(
+    loaded: LoadedModel, text: str, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KvlearnError, match=message):
+        run(loaded, text, tmp_path / "t", **options)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_model_without_a_rotary_embedding_is_refused(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=200)).eval()
+    with pytest.raises(KvlearnError, match="rotary"):
+        run(replace(loaded, model=gpt2), text, tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_changed_scorer_is_another_recipe(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    from kvlearn.tracing import _content_hash
+
+    folder = tmp_path / "scorer"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = _content_hash(str(folder))
+    (folder / "config.json").write_text("{ }")
+    assert before != _content_hash(str(folder))
+    assert _content_hash("h2o") is None
+
+
+def test_the_command(
+    loaded: LoadedModel, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvlearn.commands.options.load", lambda *_: loaded)
+    arguments = ["trace", "tiny", "--data", text, "--out", str(tmp_path / "t"), "--tokens", "128", "--window", "64"]
+    assert cli.main([*arguments, "--block", "8", "--split", "all"]) == 0
+    shown = capsys.readouterr()
+    assert "2 windows of 64 tokens, 128 tokens in all" in shown.out
+    assert shown.err == "", "no progress bar when nobody watches"
+    assert cli.main([*arguments, "--block", "16", "--split", "all"]) == cli.MISTAKE
+    shown = capsys.readouterr()
+    assert shown.err.startswith("kvlearn: error: ")
+    assert "layout.block 8, not 16" in shown.err
+    assert shown.err.count("\n") == 1
