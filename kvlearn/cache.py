@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvlearn import attention
+from kvlearn import attention, state
 from kvlearn.errors import KvlearnError
 from kvlearn.layer import EvictingLayer
 from kvlearn.policies import resolve
@@ -20,6 +24,8 @@ from kvlearn.slots import LayerConfig, Recorder
 from kvlearn.support import NO_ROLLBACK, check_model, managed_layers
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from transformers import PreTrainedModel
 
     from kvlearn.scorers import Scorer
@@ -67,20 +73,29 @@ class EvictingCache(Cache):
                 f"policy {self.policy.name!r} needs a budget: the most slots each KV head may hold, such as budget=256."
             )
         layers, managed = managed_layers(model)
+        if not managed:
+            warnings.warn(
+                f"{type(model).__name__} has sliding windows in all layers: they bound its cache, and the budget has "
+                "no effect.",
+                stacklevel=2,
+            )
         budgets = [budget] * len(managed) if budget is None or isinstance(budget, int) else list(budget)
         if len(budgets) != len(managed):
             raise KvlearnError(
                 f"budget lists {len(budgets)} numbers and the model has {len(managed)} full-attention layers; "
                 "give one number per such layer."
             )
-        unrotate = Unrotator(model) if "static" in self.policy.reads or recorder is not None else None
+        reads_keys = "static" in self.policy.reads or recorder is not None
+        unrotator = Unrotator(model, managed) if reads_keys else None
         if block is None:  # one block size for all layers, so that they observe and evict in step
             block = Budget.resolve(min((b for b in budgets if b is not None), default=None), None, protect).block
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
+            unrotate = None if unrotator is None else unrotator.of_layer(i)
             layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder))
         self.managed = managed
         self.block = self.budgets[0].block if self.budgets else 1
+        self._model = weakref.ref(model)  # the model may go before its cache
         self._model_config = model.config
         self._latest: Any = None  # the managed layer that was handed keys last
         super().__init__(layers=layers)
@@ -112,8 +127,67 @@ class EvictingCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new text."""
-        for layer in self.layers:
-            layer.reset()
+        fresh, _ = managed_layers(self._made_for())
+        for i, layer in enumerate(fresh):
+            if i in self.managed:
+                self.layers[i].reset()
+            else:  # how transformers' own layers reset differs between releases
+                self.layers[i] = layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An independent copy of all state; policy, model and rotary code are shared."""
+        shared = [self.policy, self._model_config, *(layer.config.unrotate for layer in self.evicting_layers())]
+        memo.update({id(one): one for one in shared})
+        twin = copy.copy(self)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments that make a cache like this one, policy and recorder apart; defaults filled in."""
+        slots = [budget.slots for budget in self.budgets]
+        layers = self.evicting_layers()
+        return {
+            "budget": slots if any(slots) else None,
+            "protect": self.budgets[0].protect if self.budgets else Protection(),
+            "block": self.block,
+            "group_reduce": layers[0].config.group_reduce if layers else "mean",
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write all state to one safetensors file, from which :meth:`load` goes on identically.
+
+        The file holds the keys and values of the text; treat it as you would the text. Nothing in it is pickled. A
+        recorder is not saved.
+
+        Raises:
+            KvlearnError: the file cannot be written, or the model is gone.
+        """
+        state.write(Path(path), *state.capture(self, self._made_for()))
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, policy: str | Policy | Scorer | None = None) -> Self:
+        """A cache as :meth:`save` wrote it.
+
+        Args:
+            path: the file.
+            model: the model that filled the cache: the same weights in the same dtype.
+            policy: for a policy that its label does not give back (the oracle, or one of your own): that policy.
+
+        Raises:
+            KvlearnError: the file is missing or damaged, or comes from another model or format.
+        """
+        saved = state.read(Path(path))
+        saved.check_model(model)
+        cache = cls(model, saved.policy() if policy is None else policy, **saved.options())
+        saved.restore(cache, model.device)
+        return cache
+
+    def _made_for(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise KvlearnError("the model that this cache was made for is gone; keep it as long as the cache.")
+        return model
 
     def evicting_layers(self) -> list[EvictingLayer]:
         """The managed layers, in order."""

@@ -144,28 +144,34 @@ class EvictingLayer(SlotStore):
         """Have ``order`` name the slots that the next ``count`` tokens overwrite; False if only a cut will do."""
         if self.order.shape[-1] - self.cursor >= count:
             return True
-        budget = self.config.budget
+        budget, capacity = self.config.budget, self.keys.shape[2]
         if budget.slots is None:
             self.grow(self.used + count)
-        free = self.keys.shape[2] - self.used
-        if free >= count:
-            want = count if count > 1 else min(budget.block, free)
+            capacity = self.keys.shape[2]
+        free = capacity - self.used
+        want = count if count > 1 else budget.block
+        if self.config.policy.kind == "full":  # it scores nothing, and may never have to
+            want = min(want, max(free, count))
+        if free >= want:
             if self.uneven:  # rows have different empty slots: the lowest index first
                 self.order = (self.pos >= 0).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :want]
             else:
                 order = torch.arange(self.used, self.used + want, device=self.device)
                 self.order = order.expand(*self.pos.shape[:2], want)
-        elif count <= budget.block:
-            self.used = self.keys.shape[2]
-            self.order = self._victims(self.held(), budget.block if count == 1 else count)
-        else:
+        elif count > budget.block:
             return False
+        elif self.uneven:  # victims are empty slots first; a row is full sooner or later than the others
+            self.used = capacity
+            self.order = self._victims(self.held(), want)
+        else:
+            empty = torch.arange(self.used, capacity, device=self.device).expand(*self.pos.shape[:2], free)
+            self.order = torch.cat([empty, self._victims(self.held(), want - free)], dim=-1)
         self.cursor = 0
         return True
 
     def _overwrite(self, call: Call) -> Tensor:
         """Put the call's tokens over slots one by one; see the module's docstring."""
-        count, full = call.count, self.used == self.keys.shape[2]
+        count, evicts = call.count, self.used + call.count > self.keys.shape[2]
         target = self.order[..., self.cursor : self.cursor + count]  # [B, H, C]
         self.cursor += count
         if count == 1 and call.valid is None:
@@ -181,14 +187,14 @@ class EvictingLayer(SlotStore):
                 softcap=self.softcap,
             )
         else:
-            out, lse = self._attend_all(call, target if full or self.uneven else None)
+            out, lse = self._attend_all(call, target if evicts or self.uneven else None)
             self.write(target, call)
         before, self.length = self.length, self.length + call.tokens
         if count == 1:
             self._keep_query(call, lse)
         elif self._observing:
             slots = self.held()
-            own_last = not (full or self.uneven)
+            own_last = not (evicts or self.uneven)
             self._store(*self._observe(call.query, lse, call.pos, slots, before, own_keys_last=own_last))
         return out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -10,41 +12,51 @@ from torch import Tensor, nn
 
 from kvlearn.errors import KvlearnError
 
+_PROBED = (0, 5, 977)  # positions of the keys that a model is tried on
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest key; others are half precision
+_HALF_TOLERANCE = 3e-2
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "past_key_value")
+
 
 class Unrotator:
     """Undoes a model's rotary embedding.
 
     The model's own rotary module gives the angles (scaled RoPE included) and its own ``apply_rotary_pos_emb`` turns
-    by the negated sine, so half, interleaved and partial layouts need no code here.
+    by the negated sine, so half, interleaved and partial layouts need no code here. Each layer's attention is tried on
+    three random tokens, to see whether that gives its keys back and which layers rotate nothing.
 
     Args:
         model: a causal language model of transformers.
+        layers: indices of the layers whose keys will be asked for.
 
     Raises:
-        KvlearnError: the model has no rotary embedding that this way inverts (checked on random keys).
+        KvlearnError: the model has no rotary embedding that this way inverts.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[int]) -> None:
         base = cast(nn.Module, getattr(model, "base_model", model))
-        rotary = getattr(base, "rotary_emb", None)
-        modeling = sys.modules[type(base).__module__]
-        apply = getattr(modeling, "apply_rotary_pos_emb", None)
-        name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        if rotary is None or apply is None:
-            raise KvlearnError(
-                f"model type {name!r} has no rotary embedding that kvlearn can undo, and this policy reads keys before "
-                "rotation; choose a policy that does not (see `kvlearn policies`)."
-            )
-        self._rotary, self._apply = rotary, apply
         config: Any = getattr(model, "config", None)
+        self._name = getattr(config, "model_type", type(model).__name__)
+        self._rotary = getattr(base, "rotary_emb", None)
+        self._turn = getattr(sys.modules[type(base).__module__], "apply_rotary_pos_emb", None)
         types = getattr(config, "layer_types", None) or []
         # Models with one rotary base per kind of layer take the kind as an argument.
         by_type = "full_attention" in (getattr(config, "rope_parameters", None) or {})
         self._extra = {"layer_type": "full_attention"} if by_type and "full_attention" in types else {}
-        self._check(name, config)
+        attention = {
+            module.layer_idx: module
+            for name, module in base.named_modules()
+            if type(module).__name__.endswith("Attention") and isinstance(getattr(module, "layer_idx", None), int)
+        }
+        self._rotated = {layer: self._probe(attention.get(layer), config) for layer in layers}
+
+    def of_layer(self, layer: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """:meth:`__call__` for one layer: the identity where the layer rotates nothing."""
+        return self if self._rotated[layer] else _as_it_is
 
     def angles(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine ``[B, C, rotary dim]`` for positions ``[B, C]``."""
+        assert self._rotary is not None
         cos, sin = self._rotary(like, position_ids, **self._extra)
         return cos, sin
 
@@ -60,18 +72,72 @@ class Unrotator:
         """
         wide = keys.float()
         cos, sin = self.angles(position_ids, wide)
-        # Some rotary scalings multiply cosine and sine by a factor; dividing by its square keeps the inverse exact.
-        factor = cos[:1, :1].square() + sin[:1, :1].square()
-        unrotated, _ = self._apply(wide, wide, cos, -sin)
-        return (unrotated / factor[..., :1].unsqueeze(1)).to(keys.dtype)
+        # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
+        factor = cos.square() + sin.square()
+        return self._rotate(wide, cos / factor, -sin / factor).to(keys.dtype)
 
-    def _check(self, name: str, config: Any) -> None:
-        heads, dim = 1, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        device = next((b.device for b in self._rotary.buffers()), torch.device("cpu"))
+    def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        assert self._turn is not None
+        try:
+            rotated, _ = self._turn(keys, keys, cos, sin)
+        except RuntimeError:  # a model that rotates only the first dimensions may cut them off itself
+            part = cos.shape[-1]
+            rotated, _ = self._turn(keys[..., :part], keys[..., :part], cos, sin)
+            rotated = torch.cat([rotated, keys[..., part:]], dim=-1)
+        return cast(Tensor, rotated)
+
+    def _probe(self, attention: nn.Module | None, config: Any) -> bool:
+        """Whether a layer rotates its keys; raises if it does and they do not come back."""
+        if self._rotary is None or self._turn is None or attention is None:
+            raise self._refusal("has none that kvlearn finds")
+        weight = next(attention.parameters())
         generator = torch.Generator().manual_seed(0)
-        keys = torch.randn(1, heads, 3, dim, generator=generator).to(device)
-        positions = torch.tensor([[0, 5, 977]], device=device)
-        cos, sin = self.angles(positions, keys)
-        rotated, _ = self._apply(keys, keys, cos, sin)
-        if not torch.allclose(self(rotated, positions), keys, atol=1e-4):
-            raise KvlearnError(f"kvlearn cannot undo the rotary embedding of model type {name!r}.")
+        tokens = torch.randn(1, len(_PROBED), config.get_text_config(decoder=True).hidden_size, generator=generator)
+        tokens = tokens.to(weight.device, weight.dtype if weight.is_floating_point() else torch.float32)
+        positions = torch.tensor([_PROBED], device=weight.device)
+        try:
+            cos, sin = self.angles(positions, tokens)
+            plain = _keys_of(attention, tokens, torch.ones_like(cos), torch.zeros_like(sin))
+            rotated = _keys_of(attention, tokens, cos, sin)
+            back = self(rotated, positions).float()
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise self._refusal(f"does not work as expected: {error}") from error
+        if torch.equal(rotated, plain):
+            return False
+        tolerance = _TOLERANCE.get(rotated.dtype, _HALF_TOLERANCE) * float(plain.abs().max())
+        if float((back - plain.float()).abs().max()) > tolerance:
+            raise self._refusal("does not give a layer's keys back")
+        return True
+
+    def _refusal(self, why: str) -> KvlearnError:
+        return KvlearnError(
+            f"this policy reads keys before rotation, and kvlearn cannot undo the rotary embedding of model type "
+            f"{self._name!r}, which {why}; choose a policy that reads none (`kvlearn policies` says which)."
+        )
+
+
+def _as_it_is(keys: Tensor, position_ids: Tensor) -> Tensor:
+    return keys
+
+
+class _Reached(Exception):
+    """An attention module has handed its keys to the cache."""
+
+
+class _Catcher:
+    """Stands in for a cache, and stops the module that would fill it."""
+
+    def update(self, key: Tensor, *_: Any, **__: Any) -> Any:
+        raise _Reached(key)
+
+
+@torch.no_grad()
+def _keys_of(attention: nn.Module, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``[1, H, C, D]`` keys that an attention module makes of ``tokens`` ``[1, C, hidden]``."""
+    accepted = inspect.signature(attention.forward).parameters
+    name = next((name for name in _CACHE_ARGUMENTS if name in accepted), "cache")
+    try:
+        attention(tokens, position_embeddings=(cos, sin), attention_mask=None, **{name: _Catcher()})
+    except _Reached as reached:
+        return cast(Tensor, reached.args[0])
+    raise RuntimeError("its attention handed no keys to its cache")

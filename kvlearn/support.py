@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from kvlearn.errors import KvlearnError
@@ -77,11 +76,6 @@ def managed_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
             f"{name} has recurrent layers, for which this release of transformers has no cache layer; use the model's "
             "own cache."
         )
-    if not managed:
-        if not any(getattr(layer, "is_sliding", False) for layer in layers):
-            raise KvlearnError(f"{name} has no attention layers, so there is nothing to evict; use its own cache.")
-        warnings.warn(
-            f"{name} has sliding windows in all layers: they bound its cache, and the budget has no effect.",
-            stacklevel=3,
-        )
+    if not managed and not any(getattr(layer, "is_sliding", False) for layer in layers):
+        raise KvlearnError(f"{name} has no attention layers, so there is nothing to evict; use its own cache.")
     return layers, managed

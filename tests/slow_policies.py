@@ -145,11 +145,10 @@ class SlowLayer:
         if len(self.plan[0]) >= count:
             return True
         free = self.budget - len(self.heads[0])
-        if free >= count:
-            want = count if count > 1 else min(free, self.block)
+        want = count if count > 1 else self.block
+        if free >= want:
             self.plan = [[None] * want for _ in self.heads]
         elif count <= self.block:
-            want = count if count > 1 else self.block
             self.plan = [[None] * free + gone for gone in self.victims(want - free)]
         else:
             return False

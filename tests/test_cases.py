@@ -80,9 +80,11 @@ def test_case_01_no_budget_equals_the_stock_cache(model: Any, stock: Any) -> Non
     assert_same(generate(model, ids, 24, kvlearn.EvictingCache(model, "full")), generate(stock, ids, 24))
 
 
+@pytest.mark.parametrize("lengths", [(20, 40), (9, 23)], ids=["above the budget", "one below the budget"])
 @every_policy
-def test_case_02_rows_of_a_padded_batch_equal_each_row_alone(model: Any, name: str) -> None:
-    rows, budget, new = (prompt(20, seed=1), prompt(40, seed=2)), BUDGET if name != "full" else 100, 60
+def test_case_02_rows_of_a_padded_batch_equal_each_row_alone(model: Any, name: str, lengths: tuple[int, int]) -> None:
+    rows = [prompt(length, seed=i) for i, length in enumerate(lengths)]
+    budget, new = BUDGET if name != "full" else 100, 60 if lengths == (20, 40) else 20
 
     def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
         to_come = prompt(new, seed=9).expand(len(ids), -1)
@@ -91,15 +93,15 @@ def test_case_02_rows_of_a_padded_batch_equal_each_row_alone(model: Any, name: s
         return generate(model, ids, new, cache, mask).sequences[:, -new:], cache
 
     tokens, cache = run(*left_pad(*rows))
-    lengths = [row.shape[1] + new - 1 for row in rows]  # the last new token is not fed
+    seen = [length + new - 1 for length in lengths]  # the last new token is not fed
     for i, row in enumerate(rows):
         alone, _ = run(row, torch.ones_like(row))
         assert tokens[i].tolist() == alone[0].tolist(), f"row {i} depends on its padding or its batch"
         for layer in held(cache):
             for head in layer[i]:
-                assert len(head) == min(budget, lengths[i]), "a pad slot is held, or a token was lost to one"
-                assert max(head) == lengths[i] - 1
-    assert cache.stats()["length"] == lengths
+                assert len(head) == min(budget, seen[i]), "a pad slot is held, or a token was lost to one"
+                assert max(head) == seen[i] - 1
+    assert cache.stats()["length"] == seen
 
 
 @every_evicting
