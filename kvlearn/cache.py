@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvlearn import attention, state
 from kvlearn.errors import KvlearnError
+from kvlearn.kernels.launch import Impl, use_triton
 from kvlearn.layer import EvictingLayer
 from kvlearn.policies import resolve
 from kvlearn.policies.base import Policy
@@ -47,10 +48,12 @@ class EvictingCache(Cache):
         block: queries per observed block; by default 32, less for a budget below 128.
         group_reduce: how the query heads of a KV head are reduced when attention is observed.
         recorder: receives what the cache observes; used to collect traces.
+        impl: implementation of every kernel: ``"auto"`` (Triton on a GPU, PyTorch elsewhere), ``"reference"`` or
+            ``"triton"``; the last two never fall back.
 
     Raises:
         KvlearnError: the model is not enabled, the budget is below protection plus one block, the policy is unknown or
-            belongs to another model.
+            belongs to another model, or ``impl="triton"`` cannot run where the model is.
     """
 
     def __init__(
@@ -63,9 +66,11 @@ class EvictingCache(Cache):
         block: int | None = None,
         group_reduce: GroupReduce = "mean",
         recorder: Recorder | None = None,
+        impl: Impl = "auto",
     ) -> None:
         _require_enabled(model)
         check_model(model)
+        use_triton(impl, next(model.parameters()))  # an explicit request that cannot be met is refused here
         self.policy = resolve(policy)
         self.policy.bind(model)
         if budget is None and self.policy.kind != "full":
@@ -92,7 +97,7 @@ class EvictingCache(Cache):
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
             unrotate = None if unrotator is None else unrotator.of_layer(i)
-            layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder))
+            layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder, impl))
         self.managed = managed
         self.block = self.budgets[0].block if self.budgets else 1
         self._model = weakref.ref(model)  # the model may go before its cache

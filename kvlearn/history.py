@@ -37,8 +37,8 @@ recurrence interval).
 DTYPE = torch.float16
 """Storage of history fields. Statistics are computed in float32 and rounded to this when stored."""
 
-_COUNT_MAX = 32768.0  # beyond it float16 cannot count in steps of one block
-_OCTAVE_STEPS = 14  # codes per factor of two: at most 2.6% error, and 18 octaves below 1 in 255 codes
+COUNT_MAX = 32768.0  # beyond it float16 cannot count in steps of one block
+OCTAVE_STEPS = 14  # codes per factor of two: at most 2.6% error, and 18 octaves below 1 in 255 codes
 
 
 def encode_mass(mass: Tensor) -> Tensor:
@@ -52,13 +52,13 @@ def encode_mass(mass: Tensor) -> Tensor:
     Returns:
         uint8 tensor of the same shape.
     """
-    code = torch.log2(mass.float()).mul_(_OCTAVE_STEPS).add_(255.5)
+    code = torch.log2(mass.float()).mul_(OCTAVE_STEPS).add_(255.5)
     return code.clamp_(0, 255).to(torch.uint8)
 
 
 @lru_cache(maxsize=8)
 def _mass_table(device: torch.device) -> Tensor:
-    exponents = (torch.arange(256, dtype=torch.float64) - 255) / _OCTAVE_STEPS
+    exponents = (torch.arange(256, dtype=torch.float64) - 255) / OCTAVE_STEPS
     table = torch.exp2(exponents).float()
     table[0] = 0.0
     return table.to(device)
@@ -116,6 +116,6 @@ def observe(state: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor
     hit = peak >= HIT_MASS
     new[:, :, i + 2] = old[:, :, i + 2] * torch.exp2(-exact / HIT_HALF_LIFE).float() + hit
     idle = torch.minimum(old[:, :, i + 3] + n, age)
-    new[:, :, i + 3] = torch.where(hit, 0.0, idle.clamp(max=_COUNT_MAX))
-    new[:, :, i + 4] = torch.where(hit, torch.maximum(old[:, :, i + 4], idle), old[:, :, i + 4]).clamp(max=_COUNT_MAX)
+    new[:, :, i + 3] = torch.where(hit, 0.0, idle.clamp(max=COUNT_MAX))
+    new[:, :, i + 4] = torch.where(hit, torch.maximum(old[:, :, i + 4], idle), old[:, :, i + 4]).clamp(max=COUNT_MAX)
     return torch.where((queries > 0).view(-1, 1, 1, 1), new.to(DTYPE), state)

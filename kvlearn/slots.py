@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlearn import history
-from kvlearn.policies.base import Policy, Slots
+from kvlearn.kernels.launch import Impl
+from kvlearn.kernels.replace import expand as expand
+from kvlearn.kernels.replace import replace as replace_slots
+from kvlearn.policies.base import Faults, Policy, Slots
 from kvlearn.shapes import Budget, GroupReduce
 
 _GROWTH = 1024  # slots added at a time when there is no budget
@@ -71,6 +74,7 @@ class LayerConfig:
     group_reduce: GroupReduce
     unrotate: Callable[[Tensor, Tensor], Tensor] | None
     recorder: Recorder | None
+    impl: Impl = "auto"
 
 
 class SlotStore(CacheLayerMixin):
@@ -119,6 +123,7 @@ class SlotStore(CacheLayerMixin):
         self.uneven = False  # some row had padding, so `used` slots are not all valid
         self.decoding = False  # a single-token call has been made: the prompt is over
         self.pending = False  # `update` was called and `attend` was not yet
+        self.faults: Faults | None = None  # made by the first selection on a GPU
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all slots."""
@@ -157,28 +162,21 @@ class SlotStore(CacheLayerMixin):
 
     def write(self, target: Tensor, call: Call) -> None:
         """Store the call's tokens at ``target`` ``[B, H, C]``; a row's padding leaves its slots as they are."""
-        new = {
-            "keys": call.key,
-            "values": call.value,
-            "pos": call.pos[:, None].expand_as(target),
-            "static": call.static,
-        }
-        padding = None
-        if call.valid is not None:  # tokens to the front: the i-th token of each row takes the i-th slot of its plan
-            front = (~call.valid).to(torch.uint8).sort(dim=-1, stable=True).indices
-            pick = front[:, None].expand_as(target)
-            new = {n: t if t is None else t.gather(2, expand(pick, t, 2)) for n, t in new.items()}
-            padding = ~call.valid.gather(1, front)[:, None].expand_as(target)
-        for name, dim in SLOT_DIM.items():
-            slots, fresh = getattr(self, name), new.get(name)
-            if slots is None:
-                continue
-            index = expand(target, slots, dim)
-            if fresh is None:
-                fresh = slots.new_zeros(()).expand(index.shape)
-            if padding is not None:
-                fresh = torch.where(expand(padding, slots, dim), slots.gather(dim, index), fresh)
-            slots.scatter_(dim, index, fresh)
+        replace_slots(
+            self.keys,
+            self.values,
+            self.pos,
+            state=self.state,
+            static=self.static,
+            last_query=self.last_query,
+            target=target,
+            key=call.key,
+            value=call.value,
+            new_pos=call.pos,
+            new_static=call.static,
+            padded=call.valid is not None,
+            impl=self.config.impl,
+        )
         self.used = min(self.keys.shape[2], self.used + call.count)
 
     def grow(self, needed: int) -> None:
@@ -213,6 +211,7 @@ class SlotStore(CacheLayerMixin):
             prompt_length=self.first_prompt,
             budget=self.config.budget.slots or self.keys.shape[2],
             block=self.config.budget.block,
+            impl=self.config.impl,
             **{name: narrow(name) for name in SLOT_DIM},
         )
 
@@ -232,12 +231,3 @@ class SlotStore(CacheLayerMixin):
             if tensor is not None:
                 own[name] = torch.cat([getattr(held, name), tensor], dim=SLOT_DIM[name])
         return replace(held, **own)
-
-
-def expand(index: Tensor, like: Tensor, dim: int) -> Tensor:
-    """``[B, H, M]`` broadcast to the shape of ``like`` with ``M`` along its slot dimension ``dim``."""
-    if like.ndim == 3:
-        return index
-    shape = [*like.shape]
-    shape[dim] = index.shape[-1]
-    return (index[..., None] if dim == 2 else index[:, :, None]).expand(shape)

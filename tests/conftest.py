@@ -16,13 +16,14 @@ import pytest
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-# Before torch, transformers or huggingface_hub are imported, which read these once; test modules import them later.
+# Before torch, triton, transformers or huggingface_hub are imported, which read these once; tests import them later.
 for _name, _value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
+    "TRITON_INTERPRET": "1",  # kernels run on the CPU; read when triton is imported
 }.items():
     os.environ.setdefault(_name, _value)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvlearn import history
 from kvlearn.errors import KvlearnError
+from kvlearn.kernels.launch import Impl
+from kvlearn.kernels.select import INFEASIBLE, NAN, select
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +41,7 @@ class Slots:
         static: ``[B, H, S, R]`` what :meth:`Policy.static` returned when each token was written, or ``None``.
         budget: slots per KV head that will be kept.
         block: queries per block.
+        impl: implementation of kernels, for a policy that calls one.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class Slots:
     static: Tensor | None
     budget: int
     block: int
+    impl: Impl = "auto"
 
     @property
     def valid(self) -> Tensor:
@@ -121,17 +125,44 @@ class Policy:
         raise NotImplementedError
 
 
-def select_victims(score: Tensor, pos: Tensor, protected: Tensor, count: int) -> Tensor:
-    """The slots to overwrite next, in the order in which they go.
+class Faults:
+    """What selection found wrong, read without waiting for a GPU: there it may be reported a block late.
 
-    Empty slots come first, then unprotected ones from the lowest score up. Ties go to the older token first, so the
-    result does not depend on the layout of slots.
+    Args:
+        device: where scores are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.found = torch.zeros(1, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True) if device.type == "cuda" else self.found
+
+    def check(self, count: int, slots: int) -> None:
+        """Raise :class:`KvlearnError` if a selection of ``count`` victims of ``slots`` slots went wrong."""
+        self._seen.copy_(self.found, non_blocking=True)
+        found = int(self._seen)
+        if found:
+            self.found.zero_()
+        if found & NAN:
+            raise KvlearnError("a policy returned NaN as a score; check its weights and the model's activations.")
+        if found & INFEASIBLE:
+            raise KvlearnError(
+                f"protected slots leave fewer than the {count} slots of one block to evict in a budget of {slots}; "
+                "raise the budget or protect less."
+            )
+
+
+def select_victims(
+    score: Tensor, pos: Tensor, protected: Tensor, count: int, *, faults: Faults | None = None, impl: Impl = "auto"
+) -> Tensor:
+    """The slots to overwrite next, in the order in which they go; see :func:`kvlearn.kernels.select.select`.
 
     Args:
         score: ``[B, H, S]``; -inf and +inf are allowed and rank below and above all finite scores.
         pos: ``[B, H, S]`` int32, -1 for empty slots.
         protected: ``[B, H, S]`` bool.
         count: victims per row and head.
+        faults: keeps faults between calls.
+        impl: implementation of the kernel.
 
     Returns:
         ``[B, H, count]`` int64 slot indices.
@@ -139,21 +170,10 @@ def select_victims(score: Tensor, pos: Tensor, protected: Tensor, count: int) ->
     Raises:
         KvlearnError: a score is NaN, or protected slots leave fewer than ``count``.
     """
-    held = pos >= 0
-    score = score.float()
-    if torch.isnan(score.masked_fill(~held, 0.0)).any():
-        raise KvlearnError("a policy returned NaN as a score; check its weights and the model's activations.")
-    if int((~protected).sum(-1).min()) < count:
-        raise KvlearnError(
-            f"protected slots leave fewer than the {count} slots of one block to evict in a budget of "
-            f"{score.shape[-1]}; raise the budget or protect less."
-        )
-    finite = torch.finfo(torch.float32).max
-    score = score.clamp(min=-finite, max=finite)
-    score = score.masked_fill(protected, torch.inf).masked_fill(~held, -torch.inf)
-    by_age = pos.argsort(dim=-1, stable=True)
-    order = score.gather(-1, by_age).sort(dim=-1, stable=True).indices[..., :count]
-    return by_age.gather(-1, order)
+    faults = faults or Faults(score.device)
+    order = select(score, pos, protected, count, fault=faults.found, impl=impl)
+    faults.check(count, score.shape[-1])
+    return order
 
 
 def by_position(values: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvlearn.errors import KvlearnError
-from kvlearn.features import dynamic_features, value_norms
+from kvlearn.features import value_norms
+from kvlearn.kernels.score import score as forecast
 from kvlearn.policies.base import Policy, Slots
 
 if TYPE_CHECKING:
@@ -65,5 +66,5 @@ class Learned(Policy):
         """The scorer's forecast."""
         assert slots.state is not None
         assert slots.static is not None
-        dynamic = dynamic_features(slots.state, slots.pos, slots.length)
-        return self._scorer().score(slots.layer, dynamic, slots.static)
+        weights = self._scorer().weights(slots.layer)
+        return forecast(slots.state, slots.pos, slots.length, slots.static, weights, impl=slots.impl)

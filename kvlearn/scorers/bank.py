@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelHubMixin
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kvlearn import features
 from kvlearn.errors import KvlearnError
+from kvlearn.kernels.score import Weights, evaluate
 from kvlearn.scorers import files
 from kvlearn.scorers.config import ScorerConfig
 
@@ -26,24 +26,6 @@ START = "log_ema64"
 
 _SCALARS = len(features.STATIC_SCALARS)
 _LEAST_STD = 1e-4  # a feature that varies less than this in the data is not divided by its deviation
-
-
-class _Folded(NamedTuple):
-    """Weights that act on raw features; ``X`` is ``B * H`` (one layer) or ``L * H`` (all), ``N`` is ``1 + hidden``.
-
-    Row 0 of the products is the linear part, the others enter the hidden units. Slots are the last axis of the
-    products, so that both parts are contiguous.
-    """
-
-    dynamic: Tensor  # [X, N, F]
-    static: Tensor  # [X, N, R']
-    bias: Tensor  # [X, N, 1]
-    out: Tensor | None  # [X, 1, hidden]
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> _Folded:
-        """The same change to every tensor."""
-        out = None if self.out is None else change(self.out)
-        return _Folded(change(self.dynamic), change(self.static), change(self.bias), out)
 
 
 class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache", "kvlearn"]):
@@ -77,7 +59,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.std: Tensor
         self.register_buffer("mean", torch.zeros(*lead, inputs))
         self.register_buffer("std", torch.ones(*lead, inputs))
-        self._cache: dict[int, _Folded] = {}
+        self._cache: dict[int, Weights] = {}
         self._cache_key: tuple[int, ...] = ()
         self.reset_parameters()
 
@@ -135,7 +117,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.skip[..., start] = self.std[..., start]
         self.bias.copy_(self.mean[..., start])
 
-    def _fold(self, layer: slice) -> _Folded:
+    def _fold(self, layer: slice) -> Weights:
         """Standardisation folded into the weights of some layers."""
         weight = self.skip[layer].flatten(0, 1)[:, None]  # [X, 1, F']
         bias = self.bias[layer].flatten()[:, None]  # [X, 1]
@@ -147,7 +129,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         weight = weight / self.std[layer].flatten(0, 1)[:, None]
         bias = torch.baddbmm(bias[..., None], weight, self.mean[layer].flatten(0, 1)[..., None], alpha=-1)
         split = len(features.DYNAMIC)
-        return _Folded(weight[..., :split], weight[..., split:], bias, out)
+        return Weights(weight[..., :split], weight[..., split:], bias, out)
 
     # ---- training: all layers at once --------------------------------------------------------------------------
 
@@ -180,7 +162,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
             ``[L, H, S]`` float32.
         """
         folded = self._fold(slice(None))
-        return _evaluate(folded, dynamic.flatten(0, 1), static.flatten(0, 1)).view(dynamic.shape[:3])
+        return evaluate(folded, dynamic.flatten(0, 1), static.flatten(0, 1)).view(dynamic.shape[:3])
 
     # ---- run time: one layer -----------------------------------------------------------------------------------
 
@@ -213,14 +195,23 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         Raises:
             KvlearnError: the scorer has no such layer.
         """
-        folded = self._folded(layer)
+        folded = self.weights(layer)
         batch, heads, slots, _ = dynamic.shape
         if batch > 1:
             folded = folded.map(lambda t: t.repeat(batch, 1, 1))
-        scores = _evaluate(folded, dynamic.reshape(batch * heads, slots, -1), static.reshape(batch * heads, slots, -1))
+        scores = evaluate(folded, dynamic.reshape(batch * heads, slots, -1), static.reshape(batch * heads, slots, -1))
         return scores.view(batch, heads, slots)
 
-    def _folded(self, layer: int) -> _Folded:
+    @torch.no_grad()
+    def weights(self, layer: int) -> Weights:
+        """What scores one layer, acting on raw features; kept until a weight changes.
+
+        Args:
+            layer: index of the layer in the model.
+
+        Raises:
+            KvlearnError: the scorer has no such layer.
+        """
         tensors = (*self._parameters.values(), *self._buffers.values())
         key = tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
         if key != self._cache_key:
@@ -337,15 +328,6 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         if push_to_hub:
             return str(self.push_to_hub(repo_id or Path(save_directory).name, **push_to_hub_kwargs))
         return None
-
-
-def _evaluate(folded: _Folded, dynamic: Tensor, static: Tensor) -> Tensor:
-    """``[X, S]`` scores of ``[X, S, F]`` and ``[X, S, R']`` raw features."""
-    z = torch.baddbmm(folded.bias, folded.dynamic, dynamic.transpose(1, 2))
-    z.baddbmm_(folded.static, static.float().transpose(1, 2))
-    if folded.out is None:
-        return z[:, 0]
-    return torch.baddbmm(z[:, :1], folded.out, functional.gelu(z[:, 1:]))[:, 0]
 
 
 def _principal(keys: Tensor, rank: int) -> Tensor:

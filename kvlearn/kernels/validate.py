@@ -1,0 +1,62 @@
+"""Checks that every public function of :mod:`kvlearn.kernels` makes at its door."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlearn.errors import KvlearnError
+
+
+def expect(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | tuple[int, ...], ...],
+    dtype: torch.dtype | None = None,
+    like: Tensor | None = None,
+) -> None:
+    """Check one argument.
+
+    Args:
+        name: what the message calls it.
+        tensor: the argument.
+        shape: the length of each axis; a tuple lists the lengths allowed, and -1 allows any.
+        dtype: its dtype, if only one will do.
+        like: a tensor whose device it must share.
+
+    Raises:
+        KvlearnError: it differs.
+    """
+    fits = len(shape) == tensor.ndim and all(
+        size in allowed if isinstance(allowed, tuple) else allowed in (-1, size)
+        for size, allowed in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(
+            " or ".join(map(str, s)) if isinstance(s, tuple) else "any" if s < 0 else str(s) for s in shape
+        )
+        raise KvlearnError(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}].")
+    if dtype is not None and tensor.dtype != dtype:
+        raise KvlearnError(f"{name} is {tensor.dtype}; it must be {dtype}.")
+    if like is not None and tensor.device != like.device:
+        raise KvlearnError(f"{name} is on {tensor.device}; it must be on {like.device} like the other tensors.")
+
+
+def expect_heads(query: Tensor, key: Tensor) -> None:
+    """Check that ``query`` ``[B, H * G, C, D]`` can attend to ``key`` ``[B, H, S, D]``."""
+    if query.ndim != 4:
+        raise KvlearnError(f"query has shape {list(query.shape)}; it must be [B, H * G, C, D].")
+    expect("key", key, (query.shape[0], -1, -1, query.shape[3]), query.dtype, query)
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise KvlearnError(f"{query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly.")
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, copied only if its last axis is not contiguous."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def expect_dense(name: str, tensor: Tensor | None) -> None:
+    """Check that the last axis of a tensor that a kernel writes is contiguous."""
+    if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KvlearnError(f"{name} must be contiguous along its last axis.")

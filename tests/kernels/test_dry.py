@@ -1,0 +1,99 @@
+"""Dry launches: which kernels a decode step launches, and that none is compiled once a request is under way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kernel_helpers import in_fresh_process
+
+CODE = """
+import json
+import torch
+import kvlearn
+from kvlearn.attention import cache_argument
+from kvlearn.kernels.dry import recording
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, vocab_size=50, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+model = kvlearn.enable(LlamaForCausalLM(config).to(torch.bfloat16).eval())
+scorer = kvlearn.Scorer.for_model(model, hidden=8, key_rank=2)
+steps = []
+with recording(TARGET) as launches, torch.no_grad():
+    cache = kvlearn.EvictingCache(model, POLICY if POLICY != "learned" else scorer, budget=640, block=8, impl="triton")
+    for ids in [[3] * 623] + [[4]] * 49:
+        before = len(launches)
+        model(torch.tensor([ids]), **{cache_argument(model): cache})
+        steps.append(launches[before:])
+print(json.dumps([[(l.kernel, l.grid, repr(l.specialisation)) for l in step] for step in steps]))
+"""
+
+Recorded = tuple[str, list[list[tuple[str, list[int], str]]]]
+
+
+@pytest.fixture(scope="module", params=["learned", "streaming"])
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    policy = str(request.param)
+    code = CODE.replace("TARGET", "'cuda:90'").replace("POLICY", repr(policy))
+    return policy, json.loads(in_fresh_process(code).splitlines()[-1])
+
+
+def test_launches_of_a_step(recorded: Recorded) -> None:
+    """Budget 640, prompt 623: 17 slots are filled, then slots are replaced. Blocks of 8 end at 8, 16, ..."""
+    policy, steps = recorded
+    begin, end = (["forecast", "smallest"], ["fold"]) if policy == "learned" else (["smallest"], [])
+    for number, step in enumerate(steps[1:], start=1):
+        expected = ["write", "attend", "join"]
+        if number > 16 and number % 8 == 1:
+            expected = begin + expected
+        if number % 8 == 0:
+            expected = expected + end
+        names = [name for name, _, _ in step]
+        assert names == 2 * expected, f"step {number}: {names}"
+
+
+def test_nothing_is_compiled_after_warm_up(recorded: Recorded) -> None:
+    """Kernels do not depend on how many slots are in use, or which slot or column of the block comes next."""
+    _, steps = recorded
+    seen: set[str] = set()
+    new = []
+    for step in steps:
+        own = {specialisation for _, _, specialisation in step}
+        new.append(len(own - seen))
+        seen |= own
+    assert new[0] > 0
+    assert sum(new[27:]) == 0, f"new kernels at steps {[i for i, count in enumerate(new) if count]}"
+    assert sum(new[2:8]) == 0, f"new kernels at steps {[i for i, count in enumerate(new) if count]}"
+
+
+def test_the_grid_fills_the_chip(recorded: Recorded) -> None:
+    _, steps = recorded
+    grid = next(grid for name, grid, _ in steps[-1] if name == "attend")
+    assert grid[2] == 2, "one program per row and KV head"
+    assert grid[0] > 1, "and split over slots"
+
+
+def test_a_dry_launch_never_reaches_the_driver() -> None:
+    out = in_fresh_process(
+        """
+from kvlearn.errors import KvlearnError
+from kvlearn.kernels import dry, launch
+from triton.runtime import driver
+with dry.recording("cuda:90"):
+    try:
+        driver.active.launch_pdl
+    except RuntimeError as error:
+        print(error)
+assert launch.instead is None
+for target in ("tpu:5", "cuda:x"):
+    try:
+        with dry.recording(target):
+            raise SystemExit("accepted")
+    except KvlearnError as error:
+        print(error)
+"""
+    )
+    assert "reached for the GPU driver" in out
+    assert "target 'tpu:5' is not known" in out
+    assert "target 'cuda:x' is not known" in out
