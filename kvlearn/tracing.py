@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from kvlearn.attention import cache_argument, enable
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
 from kvlearn.models import LoadedModel, tokenizer_hash
+from kvlearn.policies import POLICIES
 from kvlearn.shapes import DEFAULT_BLOCK, GroupReduce
 from kvlearn.traces import Feed, Layout, Manifest, TraceWriter, WindowRecorder, collect
 from kvlearn.traces.collect import parse_budgets
 
 _DECIDING = ("torch", "transformers", "pyarrow")  # libraries whose version may change the bytes of a trace
 
-TIMED_WINDOWS = 3
+TIMED_WINDOWS = 5
 """Windows that are also run through the plain model, to compare the speed."""
 
 
@@ -37,17 +39,29 @@ class TraceReport:
         manifest: of the finished trace.
         traced: tokens traced by this run; fewer than the trace has if it went on from an earlier one.
         seconds: spent on them, writing included and the plain passes excluded.
-        timed: tokens that were traced and run through the plain model in turn, for the comparison of speeds.
-        timed_seconds: spent on tracing these.
-        plain_seconds: spent on the plain forward pass of these: sdpa attention, no cache, all logits.
+        pairs: for windows that were also run through the plain model just before (sdpa attention, no cache, all
+            logits): seconds of tracing and of the plain forward pass.
     """
 
     manifest: Manifest
     traced: int = 0
     seconds: float = 0.0
-    timed: int = 0
-    timed_seconds: float = 0.0
-    plain_seconds: float = 0.0
+    pairs: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def trace_rate(self) -> float:
+        """Tokens/s of tracing: the median over :attr:`pairs`, which another program's burst does not move."""
+        return self.manifest.layout.window / median(traced for traced, _ in self.pairs)
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens/s of the plain forward pass, likewise."""
+        return self.manifest.layout.window / median(plain for _, plain in self.pairs)
+
+    @property
+    def relative_speed(self) -> float:
+        """Median over :attr:`pairs` of the speed of tracing divided by that of the plain forward pass."""
+        return median(plain / traced for traced, plain in self.pairs)
 
     @property
     def bytes(self) -> int:
@@ -136,7 +150,7 @@ def trace(
 
 def _content_hash(policy: str | None) -> str | None:
     """Of the files of a scorer's folder; ``None`` for a policy that has none here."""
-    if policy is None or not Path(policy).is_dir():
+    if policy is None or policy in POLICIES or not Path(policy).is_dir():
         return None
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(policy).rglob("*") if path.is_file()):
@@ -242,12 +256,5 @@ class _Watch:
             self.progress((self.done + len(self.traced)) * window, self.manifest.wanted * window)
 
     def report(self, manifest: Manifest) -> TraceReport:
-        window, timed = manifest.layout.window, len(self.plain)
-        return TraceReport(
-            manifest,
-            len(self.traced) * window,
-            sum(self.traced),
-            timed * window,
-            sum(self.traced[:timed]),
-            sum(self.plain),
-        )
+        pairs = tuple(zip(self.traced, self.plain, strict=False))  # the plain pass was run on the first windows only
+        return TraceReport(manifest, len(self.traced) * manifest.layout.window, sum(self.traced), pairs)

@@ -93,11 +93,11 @@ def describe(report: TraceReport, out: Path, asked: int) -> list[str]:
         lines.append(f"{held - report.traced:,} of them were there already")
     if report.seconds:
         lines.append(f"traced {report.traced:,} tokens at {report.traced / report.seconds:,.0f} tokens/s")
-    if report.timed_seconds and report.plain_seconds:
-        traced, plain = report.timed / report.timed_seconds, report.timed / report.plain_seconds
+    if report.pairs:
         lines.append(
-            f"speed on {report.timed:,} of these tokens, in turn: tracing {traced:,.0f} tokens/s, plain forward pass "
-            f"{plain:,.0f} tokens/s (sdpa, no cache, all logits), ratio {traced / plain:.2f}"
+            f"speed, median of {len(report.pairs)} windows run both ways in turn: tracing {report.trace_rate:,.0f} "
+            f"tokens/s, plain forward pass {report.plain_rate:,.0f} tokens/s (sdpa, no cache, all logits), "
+            f"ratio {report.relative_speed:.2f}"
         )
     lines.append(
         f"size: {report.bytes:,} bytes, bf16 KV cache of the same tokens {report.cache_bytes:,} bytes, "
