@@ -24,7 +24,8 @@ from kvlearn.attention import tag
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.decode_attention import decode_attention
-from kvlearn.policies.base import Slots, select_victims
+from kvlearn.kernels.observe import fold, observe
+from kvlearn.policies.base import Faults, Slots, select_victims
 from kvlearn.slots import SLOT_DIM, Call, SlotStore, expand
 from kvlearn.support import NO_ROLLBACK
 
@@ -177,36 +178,33 @@ class EvictingLayer(SlotStore):
         if count == 1 and call.valid is None:
             self.write(target, call)
             end = self.used
-            visible = (self.pos[:, :, None, :end] >= 0) if self.uneven else None
             out, lse = decode_attention(
                 call.query,
                 self.keys[:, :, :end],
                 self.values[:, :, :end],
-                visible=visible,
+                held=self.pos[:, :, :end] if self.uneven else None,
                 scale=self.scale,
                 softcap=self.softcap,
+                impl=self.config.impl,
             )
         else:
             out, lse = self._attend_all(call, target if evicts or self.uneven else None)
             self.write(target, call)
-        before, self.length = self.length, self.length + call.tokens
+        self.length = self.length + call.tokens
         if count == 1:
             self._keep_query(call, lse)
         elif self._observing:
-            slots = self.held()
-            own_last = not (evicts or self.uneven)
-            self._store(*self._observe(call.query, lse, call.pos, slots, before, own_keys_last=own_last))
+            self._observe(call.query, lse, call.pos, self.held(), own_keys_last=not (evicts or self.uneven))
         return out
 
     def _cut(self, call: Call) -> Tensor:
         """Attend to a prompt in full, then keep as many slots as the budget allows."""
         out, lse = self._attend_all(call, None)
         slots = self.joined(call)
-        before, self.length = self.length, self.length + call.tokens
-        state, last = slots.state, None
+        self.length = self.length + call.tokens
         if self._observing:
-            state, last = self._observe(call.query, lse, call.pos, slots, before, own_keys_last=True)
-        slots = replace(slots, length=self.length, prompt_length=self.first_prompt, state=state, last_query=last)
+            self._observe(call.query, lse, call.pos, slots, own_keys_last=True)
+        slots = replace(slots, length=self.length, prompt_length=self.first_prompt)
         capacity = self.keys.shape[2]
         gone = torch.zeros_like(slots.pos, dtype=torch.bool)
         gone.scatter_(-1, self._victims(slots, slots.pos.shape[-1] - capacity), True)
@@ -226,10 +224,9 @@ class EvictingLayer(SlotStore):
         that its own and earlier tokens replace.
         """
         count, end = call.count, self.used
+        how: Any = {"scale": self.scale, "softcap": self.softcap, "impl": self.config.impl}
         if end == 0 and call.valid is None:
-            return decode_attention(
-                call.query, call.key, call.value, causal=True, scale=self.scale, softcap=self.softcap
-            )
+            return decode_attention(call.query, call.key, call.value, causal=True, **how)
         own = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None]
         held = (self.pos[:, :, None, :end] >= 0).expand(-1, -1, count, -1)
         if target is not None:
@@ -243,12 +240,15 @@ class EvictingLayer(SlotStore):
         visible = torch.cat([held, own[:, None].expand(*held.shape[:3], count)], dim=-1)
         keys = torch.cat([self.keys[:, :, :end], call.key], dim=2)
         values = torch.cat([self.values[:, :, :end], call.value], dim=2)
-        return decode_attention(call.query, keys, values, visible=visible, scale=self.scale, softcap=self.softcap)
+        return decode_attention(call.query, keys, values, visible=visible, **how)
 
     def _victims(self, slots: Slots, count: int) -> Tensor:
         """``[B, H, count]`` slots that go next: protection, then the policy's score."""
         protected = self.config.budget.protect.mask(slots.pos, slots.length, slots.prompt_length)
-        return select_victims(self.config.policy.score(slots), slots.pos, protected, count)
+        score = self.config.policy.score(slots)
+        if score.is_cuda and self.faults is None:
+            self.faults = Faults(score.device)
+        return select_victims(score, slots.pos, protected, count, faults=self.faults, impl=self.config.impl)
 
     # ---- observation -------------------------------------------------------------------------------------------
 
@@ -279,51 +279,34 @@ class EvictingLayer(SlotStore):
         count, self.open = self.open, 0
         self.order, self.cursor = self.order[..., :0], 0
         if self._observing:
-            pos = self.query_pos[:, :count]
-            before = self.length - (pos >= 0).sum(-1)
             query, lse = self.queries[:, :, :count], self.lse[:, :, :count]
-            self._store(*self._observe(query, lse, pos, self.held(), before, own_keys_last=False))
+            self._observe(query, lse, self.query_pos[:, :count], self.held(), own_keys_last=False)
 
-    def _store(self, state: Tensor | None, last: Tensor | None) -> None:
-        if state is not None:
-            self.state[..., : self.used] = state
-        if last is not None:
-            self.last_query[..., : self.used] = last
-
-    def _observe(
-        self, query: Tensor, lse: Tensor, query_pos: Tensor, slots: Slots, before: Tensor, *, own_keys_last: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """History and last-query mass of ``slots`` after ``query``; ``before`` ``[B]`` is the length before it."""
-        reads, recorder = self.config.policy.reads, self.config.recorder
-        folds = "history" in reads
-        observed = column_mass(
-            query,
-            lse,
-            slots.keys,
-            query_pos=query_pos,
-            key_pos=slots.pos,
-            scale=self.scale,
-            softcap=self.softcap,
-            block=self.config.budget.block,
-            group_reduce=self.config.group_reduce,
-            only_last=not folds and recorder is None,
-            own_keys_last=own_keys_last,
-        )
-        last = observed.last if "last_query" in reads else None
-        if not folds and recorder is None:
-            return None, last
+    def _observe(self, query: Tensor, lse: Tensor, query_pos: Tensor, slots: Slots, *, own_keys_last: bool) -> None:
+        """Bring history and last-query mass of ``slots`` up to date with ``query``, in place."""
+        recorder, block = self.config.recorder, self.config.budget.block
+        how: Any = {
+            "query_pos": query_pos,
+            "key_pos": slots.pos,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "block": block,
+            "group_reduce": self.config.group_reduce,
+            "own_keys_last": own_keys_last,
+            "impl": self.config.impl,
+        }
+        if slots.state is not None and recorder is None:
+            observe(slots.state, query, lse, slots.keys, last=slots.last_query, **how)
+            return
+        observed = column_mass(query, lse, slots.keys, only_last=recorder is None, **how)
+        if slots.last_query is not None:
+            slots.last_query.copy_(observed.last)
+        if recorder is None:
+            return
         mean_code, peak_code = history.encode_mass(observed.mean), history.encode_mass(observed.peak)
-        if recorder is not None:
-            recorder.blocks(self.config.index, slots.pos, mean_code, peak_code, observed.queries)
-        if not folds:
-            return None, last
-        state, length = slots.state, before
-        assert state is not None
-        for n in range(mean_code.shape[0]):
-            length = length + observed.queries[n]
-            age = length.view(-1, 1, 1) - slots.pos
-            state = history.observe(state, mean_code[n], peak_code[n], observed.queries[n], age)
-        return state, last
+        recorder.blocks(self.config.index, slots.pos, mean_code, peak_code, observed.queries)
+        if slots.state is not None:
+            fold(slots.state, mean_code, peak_code, observed.queries, query_pos, slots.pos, block)
 
 
 def _own_validity(mask: Tensor | None, count: int) -> Tensor | None:
