@@ -9,7 +9,8 @@ import torch
 
 from kvlearn import features, history
 from kvlearn.traces.collect import pack_bits, to_bytes
-from kvlearn.traces.format import Layout, Manifest, TraceWriter
+from kvlearn.traces.format import Manifest, TraceWriter
+from kvlearn.traces.layout import Layout
 
 FINGERPRINT: dict[str, Any] = {
     "architecture": "llama",

@@ -7,7 +7,8 @@ targets can change without a new trace.
 
 from kvlearn.traces.collect import Feed, MakeFeed, TextWindow, WindowRecorder, collect
 from kvlearn.traces.dataset import Trace, Window, replay
-from kvlearn.traces.format import Layout, Manifest, Shard, TraceWriter
+from kvlearn.traces.format import Manifest, Shard, TraceWriter
+from kvlearn.traces.layout import Layout
 
 __all__ = [
     "Feed",

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvlearn import features
 from kvlearn.errors import KvlearnError
-from kvlearn.traces.format import Layout, Manifest, TraceWriter
+from kvlearn.traces.format import Manifest, TraceWriter
+from kvlearn.traces.layout import Layout
 
 Feed = Callable[[Tensor], None]
 """Runs the model on tokens ``[1, C]`` int64 that follow those it was fed before."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from kvlearn import features, history
 from kvlearn.errors import KvlearnError
 from kvlearn.traces.collect import unpack_bits
-from kvlearn.traces.format import Layout, Manifest, Shard, check_size
+from kvlearn.traces.format import Manifest, Shard, check_size
+from kvlearn.traces.layout import Layout
 
 
 @dataclass(frozen=True)
