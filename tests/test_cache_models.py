@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cache_helpers import BLOCK, assert_bounded, assert_same, feed, generate, held, left_pad, policy, prompt, scorer
 from torch import Tensor
-from zoo import ZOO, build
+from transformers import Lfm2Config, Lfm2ForCausalLM, cache_utils
+from zoo import BASE, ZOO, build
 
 import kvlearn
 from kvlearn.errors import KvlearnError
@@ -122,3 +124,24 @@ def test_half_precision_keys_come_back(dtype: torch.dtype) -> None:
     cos, sin = unrotator.angles(positions, keys)
     rotated, _ = sys.modules[type(model).__module__].apply_rotary_pos_emb(keys, keys, cos, sin)
     torch.testing.assert_close(unrotator(rotated, positions), keys, atol=3e-2, rtol=3e-2)
+
+
+def test_recurrent_layers_keep_their_state_where_transformers_has_a_cache_layer_for_them(tmp_path: Path) -> None:
+    options = {**BASE, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    model = kvlearn.enable(Lfm2ForCausalLM(Lfm2Config(**options)).eval())
+    if not hasattr(cache_utils, "LinearAttentionLayer"):
+        with pytest.raises(KvlearnError, match="layer 0 of Lfm2ForCausalLM is of kind 'conv'"):
+            kvlearn.EvictingCache(model, "h2o", BUDGET)
+        return
+    ids = prompt(30)
+    stock = generate(model, ids, 10)
+    assert_same(generate(model, ids, 10, cache_for(model, 96)), stock)
+    cache = cache_for(model, BUDGET)
+    first = generate(model, ids, 10, cache).sequences
+    assert cache.managed == [1]
+    assert_bounded(cache, BUDGET)
+    cache.reset()
+    assert torch.equal(generate(model, ids, 10, cache).sequences, first)
+    with pytest.raises(KvlearnError, match="keeps state that cannot be saved yet"):
+        cache.save(tmp_path / "cache.safetensors")
