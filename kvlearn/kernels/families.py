@@ -34,7 +34,7 @@ class Family:
     Attributes:
         name: what tables call it.
         call: makes the call, inside :func:`kvlearn.kernels.dry.recording`.
-        dot: whether its main kernel must use matrix instructions.
+        dot: whether its main kernel must use matrix instructions (see :func:`kvlearn.kernels.launch.dot_precision`).
     """
 
     name: str
@@ -165,10 +165,10 @@ def families() -> list[Family]:
         found.append(Family(" ".join([name, *words, *told]), partial(function, *args, **options), dot))
 
     def attend(dtype: torch.dtype, dim: int, **options: object) -> None:
-        add("attend", attention, dtype, dim, dot=True, **options)
+        add("attend", attention, dtype, dim, dot=dtype != FP32 or dim <= 128, **options)
 
     def mass(dtype: torch.dtype, dim: int, **options: object) -> None:
-        add("mass", observation, dtype, dim, dot=True, **options)
+        add("mass", observation, dtype, dim, dot=dtype != FP32 or dim <= 128, **options)
 
     for dim in DIMS:
         attend(BF16, dim)

@@ -148,12 +148,12 @@ def padded(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """How ``tl.dot`` multiplies operands of ``dtype`` on the current target.
+def dot_precision(dtype: torch.dtype, dim: int) -> str:
+    """How ``tl.dot`` multiplies operands of ``dtype``, ``dim`` wide, on the current target.
 
-    float32 must not become TF32. NVIDIA has three TF32 products for that, which is exact to about 21 bits; AMD
-    multiplies float32 as it is.
+    float32 must not become TF32. On NVIDIA it is three TF32 products, exact to about 21 bits, as long as operands of
+    that width fit in registers in three parts; beyond, and on AMD, it is multiplied as it is.
     """
     if dtype == torch.float32:
-        return "tf32x3" if target().startswith("cuda") else "ieee"
+        return "tf32x3" if target().startswith("cuda") and dim <= 128 else "ieee"
     return "tf32"  # ignored by 16-bit operands

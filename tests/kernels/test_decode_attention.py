@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.decode_attention import decode_attention
 from kvlearn.kernels.decode_attention.reference import naive
-from kvlearn.kernels.decode_attention.triton import split_count
+from kvlearn.kernels.decode_attention.splits import split_count
 
 SCALE = 0.3
 

@@ -20,7 +20,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, policy: Any, impl: Any) -> t
     argument = cache_argument(model)
     tokens = [ids]
     with torch.no_grad():
-        for chunk in (ids, None, None, None, None, None, ids[:, -3:], None, None, None, None, None):
+        for chunk in (ids, *4 * [None], ids[:, -3:], *6 * [None]):
             if chunk is None:
                 chunk = tokens[-1][:, -1:]
             elif tokens[-1] is not ids:
@@ -41,7 +41,7 @@ def learned(model: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["ema", "tova", "learned"])
 def test_tokens_are_the_references(policy: str, tiny_llama: Callable[..., Any]) -> None:
-    model = kvlearn.enable(tiny_llama(heads=6, kv_heads=2, head_dim=16))
+    model = kvlearn.enable(tiny_llama(heads=3, kv_heads=1))
     ids = torch.randint(1, 200, (2, 26))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0

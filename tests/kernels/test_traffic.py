@@ -9,7 +9,7 @@ from kernel_helpers import counting_bytes
 from kvlearn import features, history
 from kvlearn.kernels import launch, traffic
 from kvlearn.kernels.decode_attention import decode_attention
-from kvlearn.kernels.decode_attention.triton import split_count
+from kvlearn.kernels.decode_attention.splits import split_count
 from kvlearn.kernels.observe import observe
 from kvlearn.kernels.replace import replace
 from kvlearn.kernels.score import Weights, score

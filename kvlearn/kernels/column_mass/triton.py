@@ -229,7 +229,7 @@ def column_mass(
         SLOTS=chosen["slots"],
         MAX=group_reduce == "max",
         SOFTCAP=softcap is not None,
-        PRECISION=dot_precision(query.dtype),
+        PRECISION=dot_precision(query.dtype, dim),
         num_warps=chosen["num_warps"],
         num_stages=chosen["num_stages"],
     )

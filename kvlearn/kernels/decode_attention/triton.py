@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvlearn.kernels.decode_attention.splits import split_count
 from kvlearn.kernels.launch import dim_family, dot_precision, launch, padded, parameters, target
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -175,12 +176,6 @@ def join(
     tl.store(lse + b * l_b + head * l_h + c * l_c, tl.where(empty, 0.0, peak + tl.log2(total) * LN_2))
 
 
-def split_count(batch_heads: int, tiles: int, slots: int, programs: int, least: int) -> int:
-    """How many splits fill the chip with ``programs`` programs, none with fewer than ``least`` slots."""
-    wanted = -(-programs // max(1, batch_heads * tiles))
-    return max(1, min(wanted, slots // least))
-
-
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -248,7 +243,7 @@ def decode_attention(
         SLOTS=block,
         MASK=kind,
         SOFTCAP=softcap is not None,
-        PRECISION=dot_precision(query.dtype),
+        PRECISION=dot_precision(query.dtype, dim),
         num_warps=chosen["num_warps"],
         num_stages=chosen["num_stages"],
     )

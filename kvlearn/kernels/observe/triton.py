@@ -200,7 +200,7 @@ def observe(
         SLOTS=chosen["slots"],
         MAX=group_reduce == "max",
         SOFTCAP=softcap is not None,
-        PRECISION=dot_precision(query.dtype),
+        PRECISION=dot_precision(query.dtype, dim),
         LAST=last is not None,
         **history_constants(),
         num_warps=chosen["num_warps"],

@@ -163,7 +163,7 @@ def score(state: Tensor, pos: Tensor, length: Tensor, static: Tensor, weights: W
         UNITS_P=padded(max(units, 1)),
         FLOOR=features.FLOOR,
         **feature_constants(),
-        PRECISION=dot_precision(weights.dynamic.dtype),
+        PRECISION=dot_precision(weights.dynamic.dtype, static.shape[3]),
         num_warps=chosen["num_warps"],
         num_stages=1,
     )
