@@ -72,6 +72,7 @@ class View:
     prompt_length: int
     budget: int
     block: int
+    asked: list[tuple[Vector, int]] = field(default_factory=list)  # queries of all heads and their positions
     known: dict[object, dict[int, float]] = field(default_factory=dict)  # by head: what was worked out, by position
 
     def age(self, token: Token) -> int:
@@ -109,6 +110,7 @@ class SlowLayer:
         self.length = self.prompt_length = 0
         self.calls = 0
         self.decoding = False
+        self.asked: list[tuple[Vector, int]] = []
 
     def feed(self, query: Vector, key: Vector, value: Vector) -> Vector:
         """One call: ``[query heads, C, D]``, ``[KV heads, C, D]`` twice; returns the output like ``query``."""
@@ -129,6 +131,7 @@ class SlowLayer:
                 held.append(token[h])
             self.length += 1
             out[:, i] = self.attend(query[:, i])
+            self.asked.append((query[:, i], self.length - 1))
         if count > 1 or len(self.open) == self.block:
             self.close_block()
         if count == 1 and self.calls:
@@ -156,7 +159,7 @@ class SlowLayer:
 
     def victims(self, count: int) -> list[list[Token]]:
         prompt_length = self.prompt_length if self.decoding else self.length
-        view = View(self.layer, self.heads, self.length, prompt_length, self.budget, self.block)
+        view = View(self.layer, self.heads, self.length, prompt_length, self.budget, self.block, self.asked)
         chosen = []
         for h, held in enumerate(self.heads):
             free = [t for t in held if t.pos >= self.sinks and view.age(t) > self.recent]
@@ -334,6 +337,49 @@ def caote(view: View, head: int, token: Token, inner: Score = h2o, fast: bool = 
     return share / max(1 - share, 1e-6) * float(np.linalg.norm(output - token.value))
 
 
+def rotation(pos: int, dim: int) -> Vector:
+    """Matrix of Llama's rotary embedding at a position: pairs ``(i, i + D / 2)`` turned by their angle."""
+    turn, half = np.zeros((dim, dim)), dim // 2
+    for i in range(half):
+        angle = pos * 10000.0 ** (-i / half)
+        turn[i, i] = turn[i + half, i + half] = math.cos(angle)
+        turn[i, i + half], turn[i + half, i] = -math.sin(angle), math.sin(angle)
+    return turn
+
+
+def expected_attention(
+    view: View, head: int, token: Token, future: int = 512, covariance: bool = True, value_norm: bool = True
+) -> float:
+    if token.pos < 4:
+        return math.inf
+    group, dim = len(view.asked[0][0]) // len(view.heads), len(token.key)
+    counted = [t for t in view.heads[head] if t.pos >= 4]
+
+    def shares() -> dict[int, float]:
+        ahead = np.mean([rotation(view.length + n, dim) for n in range(future)], axis=0)
+        total = dict.fromkeys((t.pos for t in counted), 0.0)
+        for g in range(group):
+            plain = [rotation(pos, dim).T @ query[head * group + g] for query, pos in view.asked[-128:] if pos >= 4]
+            mean = np.mean(plain, axis=0)
+            spread = np.mean([np.outer(q - mean, q - mean) for q in plain], axis=0)
+            mean, spread = ahead @ mean, ahead @ spread @ ahead.T
+            logits = {}
+            for t in counted:
+                logits[t.pos] = float(t.key @ mean) / math.sqrt(dim)
+                if covariance:
+                    logits[t.pos] += float(t.key @ spread @ t.key) / dim / 2
+            for pos, share in softmax(logits).items():
+                total[pos] += share / group
+        return total
+
+    share = view.once(("expected", head), shares)[token.pos]
+    return share * float(np.linalg.norm(token.value)) if value_norm else share
+
+
+def q_filters(view: View, head: int, token: Token, filters: Vector) -> float:
+    return float(token.key @ filters[view.layer, head])
+
+
 SLOW: dict[str, Score] = {
     "random": random,
     "protected-random": protected_random,
@@ -350,4 +396,5 @@ SLOW: dict[str, Score] = {
     "g-kv": g_kv,
     "r-kv": r_kv,
     "caote": caote,
+    "expected-attention": expected_attention,
 }

@@ -21,10 +21,11 @@ from kvlearn import history
 from kvlearn.attention import cache_argument
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import POLICIES, parse, register, resolve
-from kvlearn.policies.base import Policy, Slots, select_victims
+from kvlearn.policies.base import Policy, Queries, Slots, select_victims
 from kvlearn.policies.learned import Learned
 from kvlearn.policies.oracle import FutureRecorder, Oracle
 from kvlearn.policies.pyramidkv import pyramid_budgets
+from kvlearn.policies.q_filters import QFilters
 from kvlearn.scorers import Scorer
 
 BUDGET, BLOCK, SINKS = 28, 8, 4
@@ -112,6 +113,9 @@ VARIANTS = {
     "ema:16": partial(slow_policies.ema, half_life=16),
     "ema:1024": partial(slow_policies.ema, half_life=1024),
     "r-kv:mix=0.9:kernel=3": partial(slow_policies.r_kv, mix=0.9, kernel=3),
+    "expected-attention:future=7:covariance=no:value_norm=no": partial(
+        slow_policies.expected_attention, future=7, covariance=False, value_norm=False
+    ),
     "caote:tova": partial(slow_policies.caote, inner=slow_policies.tova),
     "caote:snapkv:fast=true": partial(slow_policies.caote, inner=slow_policies.snapkv, fast=True),
 }
@@ -131,8 +135,9 @@ def test_keeps_what_the_slow_version_keeps_when_it_fills_up_while_decoding(
 
 
 def test_every_registered_policy_has_a_slow_version() -> None:
-    # full evicts nothing; learned and oracle need more than a name and have tests of their own.
-    assert set(POLICIES) == {*SLOW, "full", "learned", "oracle"}
+    # full evicts nothing; the others need more than a name and have tests of their own.
+    others = {"full", "learned", "oracle", "q-filters", "kvpress", "kvpress-decoding"}
+    assert set(POLICIES) == {*SLOW, *others}
 
 
 # ---- the oracle and the learned policy -----------------------------------------------------------------------------
@@ -275,7 +280,64 @@ def test_a_scorer_for_another_model_is_refused(model: Any, tiny_llama: Callable[
         kvlearn.EvictingCache(other, scorer, BUDGET, block=BLOCK)
 
 
+# ---- Q-Filters ------------------------------------------------------------------------------------------------------
+
+
+def slow_filters(model: Any, ids: Tensor) -> np.ndarray:
+    """The first right singular vector of each head's queries, by the definition of the paper."""
+    layers = []
+    cache = kvlearn.EvictingCache(model, "full", block=BLOCK)
+    seen = spy(cache)
+    feed(model, cache, ids, (ids.shape[1],))
+    for layer in cache.managed:
+        [(query, key, _, _)] = seen[layer]
+        filters = []
+        for head in range(query.shape[1]):
+            left, _, right = np.linalg.svd(query[:, head].reshape(-1, query.shape[-1]), full_matrices=False)
+            filters.append(right[0] * np.sign(left[:, 0].sum()))
+        layers.append(np.array(filters).reshape(key.shape[1], -1, key.shape[-1]).mean(1))
+    return np.array(layers)
+
+
+def test_q_filters_keep_what_the_slow_version_keeps(model: Any) -> None:
+    ids = tokens(100, batch=3, seed=1)
+    expected = slow_filters(model, ids)
+    policy = QFilters.calibrated(model, ids)
+    assert policy.filters is not None
+    np.testing.assert_allclose(policy.filters.numpy(), expected, atol=1e-4)
+    assert model.config._attn_implementation == "kvlearn", "calibration leaves the model as it was"
+    assert_agrees(model, policy, partial(slow_policies.q_filters, filters=expected), CALLS)
+
+
+def test_q_filters_are_calibrated_once_and_kept(model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEARN_CACHE", str(tmp_path))
+    made = QFilters.calibrated(model, tokens(60))
+    monkeypatch.setattr("kvlearn.policies.q_filters._texts", lambda _: tokens(60))
+    for _ in range(2):
+        policy = resolve("q-filters")
+        policy.bind(model)
+        assert torch.equal(policy.filters, made.filters)
+        monkeypatch.setattr("kvlearn.policies.q_filters._texts", lambda _: pytest.fail("calibrated twice"))
+    made.save(tmp_path / "mine.safetensors")
+    policy = resolve(f"q-filters:{tmp_path / 'mine.safetensors'}")
+    policy.bind(model)
+    assert torch.equal(policy.filters, made.filters)
+
+
+def test_q_filters_refuse_what_does_not_fit(model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLEARN_CACHE", str(tmp_path))
+    with pytest.raises(KvlearnError, match="no tokenizer"):
+        resolve("q-filters").bind(model)
+    with pytest.raises(KvlearnError, match="cannot read filters"):
+        resolve(f"q-filters:{tmp_path / 'none'}").bind(model)
+    with pytest.raises(KvlearnError, match=r"filters are \(2, 3, 4\)"):
+        QFilters(filters=torch.zeros(2, 3, 4)).bind(model)
+
+
 # ---- what holds for every policy ------------------------------------------------------------------------------------
+
+
+OWN = [name for name in POLICIES if name != "full" and not name.startswith("kvpress")]  # see test_kvpress
 
 
 def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0) -> Slots:
@@ -306,20 +368,27 @@ def example_slots(policy: Policy, batch: int = 2, count: int = 40, seed: int = 0
         static=draw(batch, 2, count, 4) if "static" in policy.reads else None,
         budget=32,
         block=8,
+        queries=example_queries(length, draw(batch, 4, 20, 16)) if "queries" in policy.reads else None,
     )
     poison = ~slots.valid
     slots.keys[poison] = slots.values[poison] = torch.nan  # what lies in empty slots must not matter
     return slots
 
 
+def example_queries(length: Tensor, rotated: Tensor) -> Queries:
+    positions = length[:, None] - torch.arange(rotated.shape[2]).flip(0)
+    positions[0, :3] = -1
+    return Queries(rotated, positions, 0.25, None)
+
+
 def every_policy(model: Any) -> dict[str, Policy]:
     ids = tokens(120, batch=4)
-    made: dict[str, Policy] = {"learned": Learned(random_scorer(model))}
+    made: dict[str, Policy] = {"learned": Learned(random_scorer(model)), "q-filters": QFilters.calibrated(model, ids)}
     made["oracle"] = Oracle.from_recorder(record(model, ids, (120,)))
-    return {name: made.get(name) or POLICIES[name]() for name in POLICIES if name != "full"}
+    return {name: made.get(name) or POLICIES[name]() for name in OWN}
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@pytest.mark.parametrize("name", OWN)
 def test_scores_do_not_depend_on_the_layout_of_slots_or_on_the_batch(model: Any, name: str) -> None:
     policy = every_policy(model)[name]
     slots = example_slots(policy, batch=4)
@@ -344,16 +413,19 @@ def test_scores_do_not_depend_on_the_layout_of_slots_or_on_the_batch(model: Any,
     if name == "oracle":
         return  # it knows the rows of its batch
     for b in range(4):
-        row = {
+        row: dict[str, Any] = {
             n: None if t is None else t[b : b + 1]
             for n in ("pos", "length", "prompt_length", "keys", "values", "state", "static", "last_query")
             for t in (getattr(slots, n),)
         }
+        if slots.queries is not None:
+            own = slots.queries
+            row["queries"] = replace(own, rotated=own.rotated[b : b + 1], positions=own.positions[b : b + 1])
         alone = policy.score(replace(slots, **row))[0]
         assert torch.equal(alone[slots.valid[b]], score[b][slots.valid[b]]), f"row {b} depends on its batch"
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("full", "oracle")])
+@pytest.mark.parametrize("name", [name for name in OWN if name != "oracle"])
 def test_a_padded_row_keeps_what_it_keeps_alone(model: Any, name: str) -> None:
     ids = tokens(80)
     mask = torch.ones(2, 80, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """``kvlearn policies``: what can decide which tokens to forget."""
 
-TRACKED = {"history": "history", "last_query": "last query", "static": "key features"}
+TRACKED = {"history": "history", "last_query": "last query", "static": "key features", "queries": "latest queries"}
 
 
 def policies() -> None:

@@ -14,17 +14,21 @@ from kvlearn.errors import KvlearnError
 from kvlearn.policies.base import Policy
 from kvlearn.policies.caote import Caote
 from kvlearn.policies.ema import Ema
+from kvlearn.policies.expected_attention import ExpectedAttention
 from kvlearn.policies.full import Full
 from kvlearn.policies.g_kv import GKV
 from kvlearn.policies.h2o import H2O
 from kvlearn.policies.h2o_exposure import H2OExposure
 from kvlearn.policies.keydiff import KeyDiff
 from kvlearn.policies.keynorm import KeyNorm
+from kvlearn.policies.kvpress import KVPress
+from kvlearn.policies.kvpress_decoding import KVPressDecoding
 from kvlearn.policies.lazy_eviction import LazyEviction
 from kvlearn.policies.learned import Learned
 from kvlearn.policies.options import check_options, parse_options
 from kvlearn.policies.oracle import Oracle
 from kvlearn.policies.protected_random import ProtectedRandom
+from kvlearn.policies.q_filters import QFilters
 from kvlearn.policies.r_kv import RKV
 from kvlearn.policies.random import Random
 from kvlearn.policies.scissorhands import Scissorhands
@@ -68,7 +72,11 @@ for _policy in (
     LazyEviction,
     GKV,
     RKV,
+    ExpectedAttention,
+    QFilters,
     Caote,
+    KVPress,
+    KVPressDecoding,
     Learned,
     Oracle,
 ):
