@@ -1,14 +1,16 @@
-"""Dry launches: which kernels a decode step launches, and that none is compiled once a request is under way."""
+"""Dry launches: which kernels a decode step launches, that none is compiled in a request, and that no step waits."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from kernel_helpers import in_fresh_process
 
 CODE = """
 import json
+from types import SimpleNamespace
 import torch
 import kvlearn
 from kvlearn.attention import cache_argument
@@ -19,24 +21,43 @@ config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, 
                      num_key_value_heads=2, vocab_size=50, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 model = kvlearn.enable(LlamaForCausalLM(config).to(torch.bfloat16).eval())
 scorer = kvlearn.Scorer.for_model(model, hidden=8, key_rank=2)
-steps = []
-with recording(TARGET) as launches, torch.no_grad():
-    cache = kvlearn.EvictingCache(model, POLICY if POLICY != "learned" else scorer, budget=640, block=8, impl="triton")
-    for ids in [[3] * 623] + [[4]] * 49:
-        before = len(launches)
-        model(torch.tensor([ids]), **{cache_argument(model): cache})
-        steps.append(launches[before:])
-print(json.dumps([[(l.kernel, l.grid, repr(l.specialisation)) for l in step] for step in steps]))
+with recording("cuda:90"):
+    caches = {name: kvlearn.EvictingCache(model, policy, budget=640, block=8, impl="triton")
+              for name, policy in (("learned", scorer), ("streaming", "streaming"))}
+model.to("meta")
+scorer.to("meta")
+recorded = {}
+for name, cache in caches.items():
+    for layer in cache.evicting_layers():  # on a GPU these flags are copied to the host and read a block later
+        layer.faults = SimpleNamespace(found=torch.zeros(1, dtype=torch.int32, device="meta"), check=lambda *_: None)
+    steps = []
+    with recording("cuda:90") as launches, torch.no_grad():
+        for tokens in [623] + 49 * [1]:
+            before = len(launches)
+            ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+            model(ids, **{cache_argument(model): cache})
+            steps.append(launches[before:])
+    recorded[name] = [[(l.kernel, l.grid, repr(l.specialisation)) for l in step] for step in steps]
+print(json.dumps(recorded))
 """
 
 Recorded = tuple[str, list[list[tuple[str, list[int], str]]]]
 
 
-@pytest.fixture(scope="module", params=["learned", "streaming"])
-def recorded(request: pytest.FixtureRequest) -> Recorded:
-    policy = str(request.param)
-    code = CODE.replace("TARGET", "'cuda:90'").replace("POLICY", repr(policy))
-    return policy, json.loads(in_fresh_process(code).splitlines()[-1])
+@pytest.fixture(scope="module")
+def all_recorded() -> dict[str, list[list[tuple[str, list[int], str]]]]:
+    """A prompt and 49 steps of a whole model by policy.
+
+    Model and cache are on PyTorch's device "meta", where no tensor has a value: whatever made the host wait for one
+    (``.item()``, ``bool(tensor)``, a mask as an index) would raise.
+    """
+    recorded: dict[str, list[list[tuple[str, list[int], str]]]] = json.loads(in_fresh_process(CODE).splitlines()[-1])
+    return recorded
+
+
+@pytest.fixture(params=["learned", "streaming"])
+def recorded(request: pytest.FixtureRequest, all_recorded: dict[str, Any]) -> Recorded:
+    return request.param, all_recorded[request.param]
 
 
 def test_launches_of_a_step(recorded: Recorded) -> None:
