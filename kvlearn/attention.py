@@ -3,13 +3,19 @@
 With an :class:`kvlearn.cache.EvictingCache` the keys that arrive are tagged with their cache layer, which attends,
 observes and evicts. With any other cache this is PyTorch's scaled dot product attention, unchanged; where a model caps
 its logits (Gemma 2), which that lacks, it is our own.
+
+In a graph of torch.compile the cache is one opaque operation per layer: what it does depends on counts that change with
+every token, and none of them may be a reason to compile again.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from kvlearn.errors import KvlearnError
@@ -19,10 +25,14 @@ from kvlearn.support import check_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvlearn.cache import EvictingCache
     from kvlearn.layer import EvictingLayer
 
 NAME = "kvlearn"
 _TAG = "_kvlearn_layer"
+_HANDLE = "_kvlearn_cache"
+_CACHES: weakref.WeakValueDictionary[int, EvictingCache] = weakref.WeakValueDictionary()
+_count = itertools.count()
 _UNSUPPORTED = ("s_aux", "position_bias", "indices", "sliding_window", "output_attentions")
 
 
@@ -31,6 +41,44 @@ def tag(key: Tensor, layer: EvictingLayer) -> Tensor:
     key = key.view(key.shape)
     setattr(key, _TAG, layer)
     return key
+
+
+def handle_of(cache: EvictingCache) -> Tensor:
+    """A number, as a tensor, by which a compiled graph finds the cache again; so one graph serves every cache."""
+    number = next(_count)
+    _CACHES[number] = cache
+    return torch.tensor(number)
+
+
+def tag_compiled(key: Tensor, handle: Tensor) -> Tensor:
+    """Mark a tagged key with its cache too."""
+    setattr(key, _HANDLE, handle)
+    return key
+
+
+@torch.library.custom_op("kvlearn::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """:meth:`EvictingLayer.attend`, as compiled graphs see it."""
+    found = _CACHES[int(cache)]
+    found.warn_of_length(layer, key.shape[2])
+    attending: Any = found.layers[layer]
+    out = attending.attend(query, key, value, mask, scale=scale, softcap=softcap, position_ids=position_ids)
+    return torch.empty_like(query).copy_(out)  # laid out as the graph expects
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query)
 
 
 def kvlearn_attention(
@@ -80,15 +128,13 @@ def kvlearn_attention(
         raise KvlearnError("this model's attention looks ahead, and an EvictingCache serves causal attention only.")
     if dropout:
         raise KvlearnError("an EvictingCache serves generation only; call model.eval() first.")
-    out = layer.attend(
-        query,
-        key,
-        value,
-        attention_mask,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        position_ids=kwargs.get("position_ids"),
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    positions = kwargs.get("position_ids")
+    if torch.compiler.is_compiling():
+        handle = getattr(key, _HANDLE)
+        out = _attend(query, key, value, attention_mask, positions, handle, layer.config.index, scale, softcap)
+    else:
+        out = layer.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, position_ids=positions)
     return out.transpose(1, 2).contiguous(), None
 
 

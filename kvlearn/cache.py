@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from kvlearn.scorers import Scorer
 
+Positions = Literal["original", "compact"]
+
 
 class EvictingCache(Cache):
     """A transformers cache that never holds more than ``budget`` slots per KV head and layer.
@@ -48,6 +50,9 @@ class EvictingCache(Cache):
         block: queries per observed block; by default 32, less for a budget below 128.
         group_reduce: how the query heads of a KV head are reduced when attention is observed.
         recorder: receives what the cache observes; used to collect traces.
+        positions: what the rotary embedding of a managed layer counts: ``"original"`` positions in the text, or
+            ``"compact"`` ones within the cache, numbered anew with every block, so that no text is too long for the
+            model. Compact positions keep every key a second time, before rotation.
         impl: implementation of every kernel: ``"auto"`` (Triton on a GPU, PyTorch elsewhere), ``"reference"`` or
             ``"triton"``; the last two never fall back.
 
@@ -66,6 +71,7 @@ class EvictingCache(Cache):
         block: int | None = None,
         group_reduce: GroupReduce = "mean",
         recorder: Recorder | None = None,
+        positions: Positions = "original",
         impl: Impl = "auto",
     ) -> None:
         _require_enabled(model)
@@ -90,32 +96,70 @@ class EvictingCache(Cache):
                 f"budget lists {len(budgets)} numbers and the model has {len(managed)} full-attention layers; "
                 "give one number per such layer."
             )
-        reads_keys = "static" in self.policy.reads or recorder is not None
-        unrotator = Unrotator(model, managed) if reads_keys else None
+        if positions not in get_args(Positions):
+            raise KvlearnError(f"positions is {positions!r}; use 'original' or 'compact'.")
+        compact = positions == "compact"
+        reads_keys = "static" in self.policy.reads or recorder is not None or compact
+        reads_queries = "queries" in self.policy.reads
+        rotary = Unrotator(model, managed) if reads_keys or reads_queries else None
         if block is None:  # one block size for all layers, so that they observe and evict in step
             block = Budget.resolve(min((b for b in budgets if b is not None), default=None), None, protect).block
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
-            unrotate = None if unrotator is None else unrotator.of_layer(i)
-            layers[i] = EvictingLayer(LayerConfig(i, layer_budget, self.policy, group_reduce, unrotate, recorder, impl))
+            layers[i] = EvictingLayer(
+                LayerConfig(
+                    index=i,
+                    budget=layer_budget,
+                    policy=self.policy,
+                    group_reduce=group_reduce,
+                    unrotate=rotary.of_layer(i) if rotary is not None and reads_keys else None,
+                    recorder=recorder,
+                    impl=impl,
+                    compact=rotary if rotary is not None and compact and rotary.turns(i) else None,
+                    rotary=rotary if rotary is not None and reads_queries and rotary.turns(i) else None,
+                )
+            )
         self.managed = managed
         self.block = self.budgets[0].block if self.budgets else 1
+        self.group_reduce, self.position_kind = group_reduce, positions
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._most_positions = most if isinstance(most, int) and not compact else None  # None: no need to warn
         self._model = weakref.ref(model)  # the model may go before its cache
         self._model_config = model.config
         self._latest: Any = None  # the managed layer that was handed keys last
+        self._handle = attention.handle_of(self)
         super().__init__(layers=layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention; see :class:`EvictingLayer`."""
         if self._model_config._attn_implementation != attention.NAME:
             raise KvlearnError(_wrong_attention(self._model_config._attn_implementation))
+        if torch.compiler.is_compiling():
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return attention.tag_compiled(keys, self._handle), values
         if self._latest is not None and self._latest.pending:
             raise KvlearnError(
                 "the model's attention bypassed kvlearn, so its output would be wrong; call kvlearn.enable(model) and "
                 "leave attn_implementation as it is."
             )
-        self._latest = self.layers[layer_idx] if layer_idx in self.managed else None
+        self._latest = None
+        if layer_idx in self.managed:
+            self._latest = self.layers[layer_idx]
+            self._latest.pending = True
+            self.warn_of_length(layer_idx, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def warn_of_length(self, layer: int, count: int) -> None:
+        """Say once that ``count`` more tokens in a managed layer make a longer text than the model was made for."""
+        managed: Any = self.layers[layer]
+        length = managed.seen + count
+        if self._most_positions is not None and length > self._most_positions:
+            warnings.warn(
+                f"the text is {length} tokens long and the model has {self._most_positions} positions, so its output "
+                "may degrade; EvictingCache(positions='compact') counts positions within the cache instead.",
+                stacklevel=2,
+            )
+            self._most_positions = None
 
     @property
     def is_compileable(self) -> bool:
@@ -141,22 +185,25 @@ class EvictingCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent copy of all state; policy, model and rotary code are shared."""
-        shared = [self.policy, self._model_config, *(layer.config.unrotate for layer in self.evicting_layers())]
+        shared: list[Any] = [self.policy, self._model_config]
+        for layer in self.evicting_layers():
+            shared += [layer.config.unrotate, layer.config.compact, layer.config.rotary]
         memo.update({id(one): one for one in shared})
         twin = copy.copy(self)
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        twin._handle = attention.handle_of(twin)
         return twin
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments that make a cache like this one, policy and recorder apart; defaults filled in."""
         slots = [budget.slots for budget in self.budgets]
-        layers = self.evicting_layers()
         return {
             "budget": slots if any(slots) else None,
             "protect": self.budgets[0].protect if self.budgets else Protection(),
             "block": self.block,
-            "group_reduce": layers[0].config.group_reduce if layers else "mean",
+            "group_reduce": self.group_reduce,
+            "positions": self.position_kind,
         }
 
     def save(self, path: str | Path) -> None:
@@ -238,6 +285,7 @@ class EvictingCache(Cache):
                 held.append(float(count.float().mean()))
                 length = layer.length.tolist()
         mean = sum(held) / len(held) if held else 0.0
+        state += self._handle.nbytes if held else 0
         total = kv + state + other
         return {
             "length": length,

@@ -40,7 +40,6 @@ class EvictingLayer(SlotStore):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand this call's keys to the attention function, tagged with this layer, which then stores them."""
-        self.pending = True
         return tag(key_states, self), value_states
 
     def get_seq_length(self) -> int:
@@ -115,8 +114,13 @@ class EvictingLayer(SlotStore):
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
             self.uneven = True
-        call = Call(query, key, value, pos, valid, nth, self._static(key, value, pos, position_ids))
+        plain, static = self._unrotated(key, value, pos, position_ids)
         fits = self._plan(count)
+        if self.config.compact is not None:
+            query, key = self._compact(query, plain, pos, position_ids, fits)
+        if "queries" in self.config.policy.reads:
+            self._keep_recent(query, pos, position_ids)
+        call = Call(query, key, value, pos, valid, nth, static, plain if self.config.compact is not None else None)
         out = self._overwrite(call) if fits else self._cut(call)
         self.seen += count
         self.decoding |= count == 1 and self.seen > count
@@ -124,22 +128,56 @@ class EvictingLayer(SlotStore):
             self.prompt_length = self.length
         return out
 
-    def _static(self, key: Tensor, value: Tensor, pos: Tensor, position_ids: Tensor | None) -> Tensor | None:
+    def _unrotated(
+        self, key: Tensor, value: Tensor, pos: Tensor, position_ids: Tensor | None
+    ) -> tuple[Any, Tensor | None]:
+        """Keys before rotation if anyone reads them, and what the policy makes of them."""
         recorder, policy = self.config.recorder, self.config.policy
-        if recorder is None and "static" not in policy.reads:
-            return None
-        assert self.config.unrotate is not None
-        if position_ids is None:
-            position_ids = torch.arange(self.seen, self.seen + key.shape[2], device=key.device)[None]
-        keys = self.config.unrotate(key, position_ids)
+        if self.config.unrotate is None:
+            return None, None
+        plain = self.config.unrotate(key, self._positions(key, position_ids))
         if recorder is not None:
-            recorder.tokens(self.config.index, pos, keys, value)
+            recorder.tokens(self.config.index, pos, plain, value)
         if "static" not in policy.reads:
-            return None
-        static = policy.static(self.config.index, keys, value)
+            return plain, None
+        static = policy.static(self.config.index, plain, value)
         if static is not None and self.static is None:
             self.static = static.new_zeros(*self.pos.shape, static.shape[-1])
-        return static
+        return plain, static
+
+    def _positions(self, key: Tensor, position_ids: Tensor | None) -> Tensor:
+        if position_ids is not None:
+            return position_ids
+        return torch.arange(self.seen, self.seen + key.shape[2], device=key.device)[None]
+
+    def _compact(
+        self, query: Tensor, plain: Tensor, pos: Tensor, position_ids: Tensor | None, fits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Query and key rotated by positions within the cache.
+
+        When a block begins, the tokens that its first query sees are numbered in order; those that come during the
+        block go on from there. Within a block nothing moves, so that what its queries gave can be observed at its end.
+        """
+        rotary = self.config.compact
+        assert rotary is not None
+        if self.open == 0 and self.used > 0:
+            held = self.pos
+            if fits:  # the first token's own slot
+                held = held.scatter(-1, self.order[..., self.cursor, None], -1)
+            held = held[..., : self.used]
+            empty = (held < 0).sum(-1, keepdim=True)  # first in the order of positions
+            number = (held.argsort(-1).argsort(-1) - empty).clamp(min=0)
+            self.keys[:, :, : self.used] = rotary.rotate(self.plain[:, :, : self.used], number)
+            self.offset = self.used - empty[:, 0, 0] - self.length  # every head of a row holds as many
+        place = (pos + self.offset[:, None]).clamp(min=0)
+        unrotated = rotary(query, self._positions(query, position_ids))
+        return rotary.rotate(unrotated, place), rotary.rotate(plain, place)
+
+    def _keep_recent(self, query: Tensor, pos: Tensor, position_ids: Tensor | None) -> None:
+        turned = self._positions(query, position_ids)
+        if self.config.compact is not None:
+            turned = pos + self.offset[:, None]
+        self.keep_recent(query, turned.expand(pos.shape).long().masked_fill(pos < 0, -1))
 
     def _plan(self, count: int) -> bool:
         """Have ``order`` name the slots that the next ``count`` tokens overwrite; False if only a cut will do."""
@@ -244,7 +282,8 @@ class EvictingLayer(SlotStore):
 
     def _victims(self, slots: Slots, count: int) -> Tensor:
         """``[B, H, count]`` slots that go next: protection, then the policy's score."""
-        protected = self.config.budget.protect.mask(slots.pos, slots.length, slots.prompt_length)
+        protect = self.config.budget.protect
+        protected = protect.mask(slots.pos, slots.length, slots.prompt_length, self.guarded)
         score = self.config.policy.score(slots)
         if score.is_cuda and self.faults is None:
             self.faults = Faults(score.device)

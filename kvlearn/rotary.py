@@ -52,7 +52,11 @@ class Unrotator:
 
     def of_layer(self, layer: int) -> Callable[[Tensor, Tensor], Tensor]:
         """:meth:`__call__` for one layer: the identity where the layer rotates nothing."""
-        return self if self._rotated[layer] else _as_it_is
+        return self if self.turns(layer) else _as_it_is
+
+    def turns(self, layer: int) -> bool:
+        """Whether a layer rotates its keys."""
+        return self._rotated[layer]
 
     def angles(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine ``[B, C, rotary dim]`` for positions ``[B, C]``."""
@@ -75,6 +79,35 @@ class Unrotator:
         # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
         factor = cos.square() + sin.square()
         return self._rotate(wide, cos / factor, -sin / factor).to(keys.dtype)
+
+    def rotate(self, plain: Tensor, positions: Tensor) -> Tensor:
+        """Rotate as the model does, by positions of one's own.
+
+        Args:
+            plain: ``[B, H, C, D]`` keys or queries before the rotary embedding.
+            positions: ``[B, C]``, or ``[B, H, C]`` where they differ between heads.
+
+        Returns:
+            ``[B, H, C, D]`` in the dtype of ``plain``; computed in float32.
+        """
+        wide = plain.float()
+        if positions.ndim == 3:  # the model's code knows positions by row alone: every head becomes a row
+            wide, positions = wide.flatten(0, 1)[:, None], positions.flatten(0, 1)
+        return self._rotate(wide, *self.angles(positions, wide)).view(plain.shape).to(plain.dtype)
+
+    def rotate_mean(self, plain: Tensor, positions: Tensor) -> Tensor:
+        """The mean, over several positions, of what rotating by each would give.
+
+        Args:
+            plain: ``[B, H, C, D]`` keys or queries before the rotary embedding.
+            positions: ``[B, N]``; all of them turn every token of their row.
+
+        Returns:
+            ``[B, H, C, D]`` in the dtype of ``plain``.
+        """
+        cos, sin = (angle.mean(1, keepdim=True) for angle in self.angles(positions, plain.float()))
+        shape = (-1, plain.shape[2], -1)  # a rotation is linear in the cosine and the sine
+        return self._rotate(plain, cos.expand(shape).to(plain.dtype), sin.expand(shape).to(plain.dtype)).to(plain.dtype)
 
     def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         assert self._turn is not None
@@ -111,8 +144,8 @@ class Unrotator:
 
     def _refusal(self, why: str) -> KvlearnError:
         return KvlearnError(
-            f"this policy reads keys before rotation, and kvlearn cannot undo the rotary embedding of model type "
-            f"{self._name!r}, which {why}; choose a policy that reads none (`kvlearn policies` says which)."
+            f"kvlearn cannot undo the rotary embedding of model type {self._name!r}, which {why}; choose a policy that "
+            "reads no keys before rotation (`kvlearn policies` says which) and leave positions as they are."
         )
 
 

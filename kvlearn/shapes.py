@@ -20,9 +20,10 @@ Axes (shapes in comments and docstrings use these letters and no others):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from kvlearn.errors import KvlearnError
@@ -42,17 +43,21 @@ class Protection:
         recent: the last tokens of each row, in tokens. ``None`` means one block.
         prompt: protect ``"none"`` of the prompt, the ``"whole"`` first prompt, or its two ``"ends"``.
         prompt_ends: with ``prompt="ends"``, how many tokens at each end.
+        tokens: any tokens of your own, by logical position (padding not counted): positions for all rows,
+            ``[7, 8, 9]``, or a list of them for each row; or a bool mask, ``[T]`` for all rows or ``[B, T]``.
 
     Raises:
-        KvlearnError: a count is negative or ``prompt`` is not one of the three words.
+        KvlearnError: a count or a position is negative, or ``prompt`` is not one of the three words.
     """
 
     sinks: int = DEFAULT_SINKS
     recent: int | None = None
     prompt: Literal["none", "whole", "ends"] = "none"
     prompt_ends: int = 32
+    tokens: Any = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _positions_by_row(self.tokens))
         for field in ("sinks", "recent", "prompt_ends"):
             value = getattr(self, field)
             if value is not None and value < 0:
@@ -60,13 +65,32 @@ class Protection:
         if self.prompt not in ("none", "whole", "ends"):
             raise KvlearnError(f"protect: prompt is {self.prompt!r}; use 'none', 'whole' or 'ends'.")
 
-    def mask(self, pos: Tensor, length: Tensor, prompt_length: Tensor) -> Tensor:
+    def own_mask(self, rows: int, device: torch.device) -> Tensor | None:
+        """``[rows, T]`` bool, which logical positions ``tokens`` names; ``None`` if it names none.
+
+        Raises:
+            KvlearnError: ``tokens`` is given for another number of rows; each may have been repeated, as for beams.
+        """
+        if not any(self.tokens):
+            return None
+        if rows % len(self.tokens):
+            raise KvlearnError(
+                f"protect: tokens lists positions for {len(self.tokens)} rows and the batch has {rows}; give one list "
+                "for each row, or one for all."
+            )
+        mask = torch.zeros(len(self.tokens), max(max(row, default=0) for row in self.tokens) + 1, dtype=torch.bool)
+        for i, row in enumerate(self.tokens):
+            mask[i, list(row)] = True
+        return mask.repeat_interleave(rows // len(self.tokens), dim=0).to(device)
+
+    def mask(self, pos: Tensor, length: Tensor, prompt_length: Tensor, own: Tensor | None = None) -> Tensor:
         """Which slots are protected. The one rule, applied before scoring, for all policies.
 
         Args:
             pos: ``[B, H, S]`` int32 logical position of each slot's token, -1 where the slot is empty.
             length: ``[B]`` tokens seen by each row.
             prompt_length: ``[B]`` tokens of each row's first prompt.
+            own: ``[B, T]`` what :meth:`own_mask` gave, in the order that rows have now.
 
         Returns:
             ``[B, H, S]`` bool. Empty slots are never protected.
@@ -81,6 +105,10 @@ class Protection:
         elif self.prompt == "ends":
             protected |= pos < self.prompt_ends
             protected |= (pos < first_prompt) & (pos >= first_prompt - self.prompt_ends)
+        if own is not None:
+            at = pos.clamp(0, own.shape[1] - 1).long()
+            named = own[:, None].expand(-1, pos.shape[1], -1).gather(-1, at)
+            protected |= named & (pos < own.shape[1])
         return protected & (pos >= 0)
 
 
@@ -114,14 +142,14 @@ class Budget:
             raise KvlearnError(f"block is {block}; give a number of queries that is 1 or more.")
         protect = protect or Protection()
         if protect.recent is None:
-            protect = Protection(protect.sinks, block, protect.prompt, protect.prompt_ends)
+            protect = replace(protect, recent=block)
         assert protect.recent is not None
         budget = cls(slots, block, protect)
         if slots is not None and slots < budget.least:
             raise KvlearnError(
                 f"budget is {slots} slots, below the {budget.least} that protection ({protect.sinks} sinks, "
-                f"{protect.recent} recent, {budget.prompt_slots} prompt) plus one block of {block} take; "
-                "raise the budget, or lower protect or block."
+                f"{protect.recent} recent, {budget.prompt_slots} prompt, {budget.own_slots} own) plus one block of "
+                f"{block} take; raise the budget, or lower protect or block."
             )
         return budget
 
@@ -131,6 +159,23 @@ class Budget:
         return 2 * self.protect.prompt_ends if self.protect.prompt == "ends" else 0
 
     @property
+    def own_slots(self) -> int:
+        """Slots that the caller's own tokens take beyond the sinks, in the row that names the most."""
+        return max((sum(p >= self.protect.sinks for p in row) for row in self.protect.tokens), default=0)
+
+    @property
     def least(self) -> int:
         """The smallest budget that can hold what is protected and still turn over one block."""
-        return self.protect.sinks + (self.protect.recent or 0) + self.prompt_slots + self.block
+        return self.protect.sinks + (self.protect.recent or 0) + self.prompt_slots + self.own_slots + self.block
+
+
+def _positions_by_row(tokens: Any) -> tuple[tuple[int, ...], ...]:
+    """What a caller may give as ``tokens``, as sorted positions of each row; one row stands for all."""
+    if isinstance(tokens, Tensor):
+        if tokens.dtype != torch.bool or tokens.ndim not in (1, 2):
+            raise KvlearnError(f"protect: tokens is {tokens.dtype} of shape {list(tokens.shape)}; give a bool [B, T].")
+        tokens = [row.nonzero()[:, 0].tolist() for row in (tokens if tokens.ndim == 2 else tokens[None])]
+    rows = [tokens] if all(isinstance(p, int) for p in tokens) else tokens
+    if any(not isinstance(p, int) or p < 0 for row in rows for p in row):
+        raise KvlearnError(f"protect: tokens is {tokens!r}; give positions that are whole numbers, 0 or more.")
+    return tuple(tuple(sorted(set(row))) for row in rows)

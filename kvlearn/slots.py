@@ -14,12 +14,26 @@ from kvlearn import history
 from kvlearn.kernels.launch import Impl
 from kvlearn.kernels.replace import expand as expand
 from kvlearn.kernels.replace import replace as replace_slots
-from kvlearn.policies.base import Faults, Policy, Slots
+from kvlearn.kernels.replace.reference import store
+from kvlearn.policies.base import Faults, Policy, Queries, Slots
+from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce
 
 _GROWTH = 1024  # slots added at a time when there is no budget
-SLOT_DIM = {"keys": 2, "values": 2, "pos": 2, "state": 3, "static": 2, "last_query": 2}
-_ROW_STATE = (*SLOT_DIM, "length", "prompt_length", "order", "queries", "lse", "query_pos")
+SLOT_DIM = {"keys": 2, "values": 2, "pos": 2, "state": 3, "static": 2, "last_query": 2, "plain": 2}
+_ROW_STATE = (
+    *SLOT_DIM,
+    "length",
+    "prompt_length",
+    "order",
+    "queries",
+    "lse",
+    "query_pos",
+    "offset",
+    "guarded",
+    "recent",
+    "turned",
+)
 
 
 class Recorder(Protocol):
@@ -43,6 +57,7 @@ class Call:
         valid: ``[B, C]`` bool, or ``None`` when nothing is padding.
         nth: ``[1 or B, C]`` int64, how many of the row's tokens have come by then in this call.
         static: ``[B, H, C, R]`` static score inputs or ``None``.
+        plain: ``[B, H, C, D]`` keys before rotation, if they are kept.
     """
 
     query: Tensor
@@ -52,6 +67,7 @@ class Call:
     valid: Tensor | None
     nth: Tensor
     static: Tensor | None
+    plain: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -66,7 +82,11 @@ class Call:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What an :class:`EvictingLayer` is told once, at construction."""
+    """What an :class:`EvictingLayer` is told once, at construction.
+
+    ``unrotate`` is needed by a recorder and by policies that read keys before rotation; with ``compact``, the layer's
+    rotary embedding, positions are those within the cache. ``rotary`` is the same for policies that read queries.
+    """
 
     index: int
     budget: Budget
@@ -75,6 +95,8 @@ class LayerConfig:
     unrotate: Callable[[Tensor, Tensor], Tensor] | None
     recorder: Recorder | None
     impl: Impl = "auto"
+    compact: Unrotator | None = None
+    rotary: Unrotator | None = None
 
 
 class SlotStore(CacheLayerMixin):
@@ -88,9 +110,14 @@ class SlotStore(CacheLayerMixin):
         state: ``[B, H, K, S]`` history, if the policy reads it.
         static: ``[B, H, S, R]`` static score inputs, if the policy reads them.
         last_query: ``[B, H, S]`` mass given by the latest query, if the policy reads it.
+        plain: ``[B, H, S, D]`` keys before rotation, with positions within the cache.
         length: ``[B]`` int64 tokens seen by each row, padding excluded.
         prompt_length: ``[B]`` int64 tokens of each row's prompt.
         order: ``[B, H, M]`` slots to overwrite next, in that order, from ``cursor`` on.
+        guarded: ``[B, T]`` bool tokens that the caller protects, by logical position, or ``None``.
+        recent: ``[B, H * G, C, D]`` the latest queries, if the policy reads them.
+        turned: ``[B, C]`` int64 positions that rotated them, -1 for padding.
+        offset: ``[B]`` int64 position within the cache less logical position, of tokens written in this block.
     """
 
     # Tensors once the layer is initialised; Any, because transformers types `keys` and `values` as optional.
@@ -100,12 +127,17 @@ class SlotStore(CacheLayerMixin):
     state: Any
     static: Any
     last_query: Any
+    plain: Any
     length: Any
     prompt_length: Any
     order: Any
     queries: Any
     lse: Any
     query_pos: Any
+    offset: Any
+    guarded: Any
+    recent: Any
+    turned: Any
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -123,6 +155,7 @@ class SlotStore(CacheLayerMixin):
         self.uneven = False  # some row had padding, so `used` slots are not all valid
         self.decoding = False  # a single-token call has been made: the prompt is over
         self.pending = False  # `update` was called and `attend` was not yet
+        self.scale = 1.0  # on the dot products; every call tells it
         self.faults: Faults | None = None  # made by the first selection on a GPU
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -136,10 +169,14 @@ class SlotStore(CacheLayerMixin):
         self.length = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.prompt_length = torch.zeros_like(self.length)
         self.order = torch.zeros(batch, heads, 0, dtype=torch.int64, device=self.device)
+        self.guarded = self.config.budget.protect.own_mask(batch, self.device)
         if "history" in self.config.policy.reads:
             self.state = history.empty((batch, heads, capacity), self.device)
         if "last_query" in self.config.policy.reads:
             self.last_query = torch.zeros(batch, heads, capacity, device=self.device)
+        if self.config.compact is not None:
+            self.plain = torch.zeros_like(self.keys)
+            self.offset = torch.zeros_like(self.length)
         self.is_initialized = True
 
     def _map_rows(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -177,6 +214,8 @@ class SlotStore(CacheLayerMixin):
             padded=call.valid is not None,
             impl=self.config.impl,
         )
+        if self.plain is not None:
+            store(self.plain, 2, target, call.plain, call.pos, call.valid is not None)
         self.used = min(self.keys.shape[2], self.used + call.count)
 
     def grow(self, needed: int) -> None:
@@ -198,6 +237,21 @@ class SlotStore(CacheLayerMixin):
         """``[B]`` int64 tokens of each row's first prompt, which goes on growing until decoding begins."""
         return self.prompt_length if self.decoding else self.length
 
+    def keep_recent(self, query: Tensor, positions: Tensor) -> None:
+        """Keep the latest of ``[B, H * G, C, D]`` queries and those kept, for a policy that reads them.
+
+        ``positions`` ``[B, C]`` are what rotated them, -1 for padding.
+        """
+        if self.recent is not None:
+            query = torch.cat([self.recent, query], dim=2)
+            positions = torch.cat([self.turned, positions], dim=1)
+        if self.uneven:  # padding first, so that every row keeps as many queries as it has
+            order = (positions >= 0).to(torch.uint8).argsort(dim=-1, stable=True)
+            query = query.gather(2, expand(order[:, None].expand(-1, query.shape[1], -1), query, 2))
+            positions = positions.gather(-1, order)
+        window = self.config.policy.query_window
+        self.recent, self.turned = query[:, :, -window:].clone(), positions[:, -window:].clone()
+
     def held(self) -> Slots:
         """What a policy may read of the slots in use."""
 
@@ -212,6 +266,7 @@ class SlotStore(CacheLayerMixin):
             budget=self.config.budget.slots or self.keys.shape[2],
             block=self.config.budget.block,
             impl=self.config.impl,
+            queries=None if self.recent is None else Queries(self.recent, self.turned, self.scale, self.config.rotary),
             **{name: narrow(name) for name in SLOT_DIM},
         )
 
@@ -224,6 +279,7 @@ class SlotStore(CacheLayerMixin):
             "values": call.value,
             "pos": call.pos[:, None].expand(shape),
             "static": call.static,
+            "plain": call.plain,
             "state": None if held.state is None else history.empty(shape, self.device),
             "last_query": None if held.last_query is None else held.last_query.new_zeros(shape),
         }

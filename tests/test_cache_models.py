@@ -110,7 +110,7 @@ def test_a_rotation_that_cannot_be_undone_is_refused_only_to_policies_that_read_
     with pytest.raises(KvlearnError, match="cannot undo the rotary embedding of model type 'llama'"):
         kvlearn.EvictingCache(model, made, BUDGET, block=BLOCK)
     monkeypatch.delattr(modeling, "apply_rotary_pos_emb")
-    with pytest.raises(KvlearnError, match="choose a policy that reads none"):
+    with pytest.raises(KvlearnError, match="choose a policy that reads no keys before rotation"):
         kvlearn.EvictingCache(model, made, BUDGET, block=BLOCK)
     assert held(kvlearn.EvictingCache(model, "h2o", BUDGET, block=BLOCK)) == [[], []]
 

@@ -16,12 +16,35 @@ from kvlearn import history
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.launch import Impl
 from kvlearn.kernels.select import INFEASIBLE, NAN, select
+from kvlearn.rotary import Unrotator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Reads = Literal["history", "last_query", "static"]
+Reads = Literal["history", "last_query", "static", "queries"]
 Kind = Literal["full", "floor", "heuristic", "learned", "oracle"]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The latest queries of a layer, oldest first.
+
+    Args:
+        rotated: ``[B, H * G, C, D]`` as they attended; ``C`` is at most the policy's ``query_window``.
+        positions: ``[B, C]`` int64 positions that rotated them, -1 where a row has had fewer queries.
+        scale: factor on the dot products.
+        rotary: turns queries by positions, and back; ``None`` where the layer rotates nothing.
+    """
+
+    rotated: Tensor
+    positions: Tensor
+    scale: float
+    rotary: Unrotator | None
+
+    @property
+    def plain(self) -> Tensor:
+        """``[B, H * G, C, D]`` before the rotary embedding."""
+        return self.rotated if self.rotary is None else self.rotary(self.rotated, self.positions.clamp(min=0))
 
 
 @dataclass(frozen=True)
@@ -42,6 +65,8 @@ class Slots:
         budget: slots per KV head that will be kept.
         block: queries per block.
         impl: implementation of kernels, for a policy that calls one.
+        queries: the latest queries, or ``None`` when the policy does not read ``"queries"`` or none has come.
+        plain: ``[B, H, S, D]`` keys before rotation, or ``None`` unless positions are those within the cache.
     """
 
     layer: int
@@ -56,6 +81,8 @@ class Slots:
     budget: int
     block: int
     impl: Impl = "auto"
+    plain: Tensor | None = None
+    queries: Queries | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -84,6 +111,7 @@ class Policy:
         paper: arXiv id or definition.
         kind: role in comparisons.
         reads: what the cache must maintain for this policy; the less, the faster.
+        query_window: how many of the latest queries the cache keeps, for a policy that reads ``"queries"``.
     """
 
     name: ClassVar[str]
@@ -91,6 +119,7 @@ class Policy:
     paper: ClassVar[str]
     kind: ClassVar[Kind] = "heuristic"
     reads: ClassVar[frozenset[Reads]] = frozenset()
+    query_window = 0  # not annotated, so that it is no option
 
     @property
     def label(self) -> str:

@@ -21,24 +21,32 @@ def replace(
     padded: bool,
 ) -> None:
     """See :func:`kvlearn.kernels.replace.replace`."""
-    new = {2: new_pos[:, None].expand_as(target), 0: key, 1: value, 4: new_static}
-    padding = None
-    if padded:  # tokens to the front: the i-th token of each row takes the i-th slot of its plan
-        front = (new_pos < 0).to(torch.uint8).sort(dim=-1, stable=True).indices
-        pick = front[:, None].expand_as(target)
-        new = {n: t if t is None else t.gather(2, expand(pick, t, 2)) for n, t in new.items()}
-        padding = (new_pos < 0).gather(1, front)[:, None].expand_as(target)
+    new = {0: key, 1: value, 2: new_pos[:, None].expand_as(target), 4: new_static}
     for n, slots in enumerate((keys, values, pos, state, static, last_query)):
-        if slots is None:
-            continue
-        dim = 3 if n == 3 else 2
-        index = expand(target, slots, dim)
-        fresh = new.get(n)
-        if fresh is None:
-            fresh = slots.new_zeros(()).expand(index.shape)
-        if padding is not None:
-            fresh = torch.where(expand(padding, slots, dim), slots.gather(dim, index), fresh)
-        slots.scatter_(dim, index, fresh)
+        if slots is not None:
+            store(slots, 3 if n == 3 else 2, target, new.get(n), new_pos, padded)
+
+
+def store(slots: Tensor, dim: int, target: Tensor, fresh: Tensor | None, new_pos: Tensor, padded: bool) -> None:
+    """One kind of slot state: ``fresh`` ``[B, H, C, ...]``, or zeros, to the slots that :func:`replace` describes.
+
+    Args:
+        slots: ``[B, H, S]``, ``[B, H, S, X]``, or with ``dim=3`` ``[B, H, K, S]`` (zeros only).
+        dim: the slot dimension.
+        target, new_pos, padded: as for :func:`kvlearn.kernels.replace.replace`.
+    """
+    index = expand(target, slots, dim)
+    if not padded:
+        slots.scatter_(dim, index, slots.new_zeros(()).expand(index.shape) if fresh is None else fresh)
+        return
+    # Tokens to the front: the i-th token of each row takes the i-th slot of its plan.
+    front = (new_pos < 0).to(torch.uint8).sort(dim=-1, stable=True).indices
+    padding = (new_pos < 0).gather(1, front)[:, None].expand_as(target)
+    if fresh is None:
+        fresh = slots.new_zeros(()).expand(index.shape)
+    else:
+        fresh = fresh.gather(2, expand(front[:, None].expand_as(target), fresh, 2))
+    slots.scatter_(dim, index, torch.where(expand(padding, slots, dim), slots.gather(dim, index), fresh))
 
 
 def expand(index: Tensor, like: Tensor, dim: int) -> Tensor:

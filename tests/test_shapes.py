@@ -1,0 +1,109 @@
+"""Budgets and protection: what fits, what is refused, and what stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cache_helpers import BLOCK, NO_RECORDING, feed, generate, held, policy, prompt
+
+import kvlearn
+from kvlearn.errors import KvlearnError
+from kvlearn.shapes import Budget, Protection
+
+BUDGET = 20
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Any) -> Any:
+    return kvlearn.enable(tiny_llama())
+
+
+def cache(model: Any, name: str = "random", budget: int = BUDGET, **protect: Any) -> Any:
+    return kvlearn.EvictingCache(
+        model, policy(name, model), budget, block=BLOCK, protect=Protection(**{"sinks": 2, **protect})
+    )
+
+
+@pytest.mark.parametrize("name", NO_RECORDING)
+def test_protected_tokens_stay_under_every_policy(model: Any, name: str) -> None:
+    for protect, kept in (
+        ({}, {0, 1}),
+        ({"prompt": "whole"}, set(range(10))),
+        ({"prompt": "ends", "prompt_ends": 3}, {0, 1, 2, 7, 8, 9}),
+        ({"tokens": [4, 7, 300]}, {0, 1, 4, 7}),
+        ({"tokens": torch.arange(9) == 5}, {0, 1, 5}),
+    ):
+        one = cache(model, name, **protect)
+        feed(model, one, prompt(50), [10, *[1] * 30, 10])
+        for layer in held(one):
+            for head in layer[0]:
+                assert kept | set(range(50 - BLOCK, 50)) <= head
+
+
+def test_tokens_of_ones_own_belong_to_their_row(model: Any, tmp_path: Any) -> None:
+    ids = prompt(40, batch=2)
+    one = cache(model, tokens=[[5, 6], [11]])
+    feed(model, one, ids, [20, *[1] * 20])
+    assert all({5, 6} <= head for head in held(one)[0][0])
+    assert all({11} <= head for head in held(one)[0][1])
+    one.reorder_cache(torch.tensor([1, 0]))
+    one.save(tmp_path / "cache")
+    one = kvlearn.EvictingCache.load(tmp_path / "cache", model)
+    feed(model, one, ids, [1] * 40)
+    assert all({11} <= head for head in held(one)[0][0])
+    assert all({5, 6} <= head for head in held(one)[0][1])
+
+    beams = cache(model, tokens=[[5, 6], [11]])
+    generate(model, ids, 20, beams, num_beams=2)
+    assert all({5, 6} <= head for row in held(beams)[1][:2] for head in row)
+    assert all({11} <= head for row in held(beams)[1][2:] for head in row)
+
+
+def test_tokens_for_another_number_of_rows_are_refused(model: Any) -> None:
+    with pytest.raises(KvlearnError, match="positions for 2 rows and the batch has 3"):
+        feed(model, cache(model, tokens=[[5], [6]]), prompt(10, batch=3), [10])
+
+
+def test_a_prompt_that_is_protected_whole_and_does_not_fit_is_refused(model: Any) -> None:
+    with pytest.raises(KvlearnError, match="raise the budget or protect less"):
+        feed(model, cache(model, prompt="whole"), prompt(30), [30])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sinks": -1}, "sinks is -1"),
+        ({"recent": -2}, "recent is -2"),
+        ({"prompt": "all"}, "prompt is 'all'; use 'none', 'whole' or 'ends'"),
+        ({"tokens": [-3]}, "whole numbers, 0 or more"),
+        ({"tokens": [[1.5]]}, "whole numbers, 0 or more"),
+        ({"tokens": torch.zeros(3)}, "give a bool"),
+    ],
+)
+def test_protection_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvlearnError, match=message):
+        Protection(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("slots", "block", "protect", "message"),
+    [
+        (0, None, Protection(), "budget is 0"),
+        (16, 0, Protection(), "block is 0"),
+        (11, 4, Protection(), r"below the 12 .*4 sinks, 4 recent, 0 prompt, 0 own\) plus one block of 4"),
+        (80, 8, Protection(prompt="ends"), "64 prompt"),
+        (17, 4, Protection(tokens=[[1, 2], list(range(10))]), "6 own"),
+    ],
+)
+def test_budgets_that_cannot_hold_what_is_protected_are_refused(
+    slots: int, block: Any, protect: Protection, message: str
+) -> None:
+    with pytest.raises(KvlearnError, match=message):
+        Budget.resolve(slots, block, protect)
+
+
+def test_defaults_depend_on_the_budget() -> None:
+    assert [Budget.resolve(slots).block for slots in (16, 64, 128, 4096, None)] == [4, 16, 32, 32, 32]
+    assert Budget.resolve(64).protect.recent == 16
