@@ -21,7 +21,7 @@ FLOORS = (
     ("scorers",),
     ("policies",),
     ("attention", "cache", "layer", "slots", "state", "support"),
-    ("bench", "cells", "compare", "demo", "kvpress", "report", "rows", "stats", "tasks", "tracing"),
+    ("bench", "cells", "compare", "demo", "kvpress", "report", "rows", "scoring", "stats", "tasks", "tracing"),
     ("", "__main__", "cli", "commands"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -123,6 +123,10 @@ class PressCache(DynamicCache):
         """Whether a block is complete after ``count`` more tokens."""
         return self.seen > 0 and self.open + count >= self.block
 
+    def evicting_layers(self) -> list[Any]:
+        """None: no layer is managed by kvlearn."""
+        return []
+
     def stats(self) -> dict[str, Any]:
         """What rows tell of a cache; see :meth:`kvlearn.EvictingCache.stats`."""
         layers: list[Any] = self.layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -13,7 +14,7 @@ from kvlearn.history import decode_mass
 from kvlearn.policies.base import Policy, Slots
 from kvlearn.targets import future_table
 
-Foresight = Literal["mean", "max", "peak", "discounted"]
+Foresight = Literal["sum", "mean", "max", "peak", "discounted"]
 """How the future is read: see :data:`kvlearn.targets.Reduce`, and :func:`discounted`."""
 
 MAX_DISCOUNT, SUM_DISCOUNT, SUM_WEIGHT = 0.985, 0.97, 0.1
@@ -112,7 +113,24 @@ class Future:
         mean_code, peak_code = codes[..., :tokens]
         if reduce == "discounted":
             return cls(discounted(mean_code).half(), ends)
-        return cls(future_table(mean_code, peak_code, block=1, reduce=reduce).half(), ends)
+        table = future_table(mean_code, peak_code, block=1, reduce="mean" if reduce == "sum" else reduce)
+        if reduce == "sum":
+            table *= torch.arange(len(ends), -1, -1, device=ends.device).view(-1, 1, 1, 1)  # blocks to come
+        return cls(table.half(), ends)
+
+    @classmethod
+    def any_of(cls, futures: Sequence[Future]) -> Future:
+        """What any of several futures of the same beginning will need: the most that one of them gives."""
+        blocks = max(len(future.ends) for future in futures)
+        tokens = max(future.mass.shape[-1] for future in futures)
+        mass = futures[0].mass.new_zeros(blocks + 1, *futures[0].mass.shape[1:3], tokens)
+        ends = torch.zeros_like(futures[0].ends[:1]).expand(blocks, -1)
+        for future in futures:
+            part = mass[: len(future.mass), ..., : future.mass.shape[-1]]
+            part.copy_(torch.maximum(part, future.mass))
+            over = future.ends[-1:].expand(blocks - len(future.ends), -1)  # a shorter one has ended by then
+            ends = torch.maximum(ends, torch.cat([future.ends, over]))
+        return cls(mass, ends)
 
 
 @dataclass
@@ -125,7 +143,7 @@ class Oracle(Policy):
     Args:
         future: the future of each layer.
         reduce: ``"discounted"`` (:func:`discounted`, which loses least); ``"max"`` or ``"mean"`` of the future blocks'
-            mean mass (a mean ranks as a sum does); or ``"peak"``, the largest mass that one query will give.
+            mean mass; ``"sum"``, which ranks as the mean does; or ``"peak"``, the largest mass of one query.
 
     Raises:
         KvlearnError: no future is given.
@@ -149,15 +167,27 @@ class Oracle(Policy):
             )
 
     @classmethod
-    def from_recorder(cls, recorder: FutureRecorder, reduce: Foresight = "discounted") -> Oracle:
+    def from_recorder(
+        cls, recorder: FutureRecorder | Sequence[FutureRecorder], reduce: Foresight = "discounted"
+    ) -> Oracle:
         """An oracle for the tokens that ``recorder`` saw.
 
+        Args:
+            recorder: one; or several that saw the same tokens first and then each its own, as copies of a cache do: the
+                oracle then keeps what any of them will need.
+            reduce: see the class.
+
         Raises:
-            KvlearnError: the recorder saw nothing, or not every token.
+            KvlearnError: a recorder saw nothing, or not every token.
         """
-        if not recorder.observed:
+        recorders = [recorder] if isinstance(recorder, FutureRecorder) else recorder
+        if not all(one.observed for one in recorders):
             raise KvlearnError("the oracle's recorder saw no attention; run the tokens through the full cache first.")
-        return cls({layer: Future.of(observed, reduce) for layer, observed in recorder.observed.items()}, reduce)
+        layers = recorders[0].observed
+        return cls(
+            {layer: Future.any_of([Future.of(one.observed[layer], reduce) for one in recorders]) for layer in layers},
+            reduce,
+        )
 
     def score(self, slots: Slots) -> Tensor:
         """Mass still to come.
