@@ -21,13 +21,13 @@ FLOORS = (
     ("scorers",),
     ("policies",),
     ("attention", "cache", "layer", "slots", "state", "support"),
-    ("bench", "cells", "compare", "demo", "kvpress", "report", "rows", "scoring", "stats", "tasks", "tracing"),
+    ("baseline", "bench", "cells", "compare", "demo", "kvpress", "report", "rows", "scoring", "stats", "tasks", "tracing"),
     ("", "__main__", "cli", "commands"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 # These read rows and draw; whoever looks at results needs no model library.
-LIGHT = ("cells", "report", "rows", "stats")
+LIGHT = ("baseline", "cells", "report", "rows", "stats")
 MODEL_LIBRARIES = {"datasets", "safetensors", "tokenizers", "torch", "torchmetrics", "transformers", "triton"}
 
 LONGEST_FILE = 400
