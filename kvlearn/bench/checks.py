@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlearn import history
 from kvlearn.kernels.decode_attention import decode_attention
 from kvlearn.kernels.decode_attention.reference import naive
 from kvlearn.kernels.traffic import Shape
@@ -90,7 +91,8 @@ def attention(shape: Shape, dtype: torch.dtype, device: str) -> Errors:
         exact, exact_lse = naive(q, k, v, visible, causal, load.scale, None)
         eager = _eager(*operands, visible, causal, load.scale)
         rounding = torch.finfo(dtype).eps * float(exact.abs().max())
-        yield name, _largest(out, exact), _largest(eager, exact) + 4 * rounding
+        # Three TF32 products leave 21 bits of the 24 that float32 has.
+        yield name, _largest(out, exact), _largest(eager, exact) + (16 if dtype == torch.float32 else 4) * rounding
         yield f"{name} lse", _largest(lse, exact_lse), 1e-4
 
 
@@ -121,8 +123,9 @@ def observation(shape: Shape, dtype: torch.dtype, device: str) -> Errors:
     found, expected = _both(run, shape, dtype, device)
     # Masses that differ in the last bit may fall on either side of a code's edge, and one code is 5 percent.
     yield "observe", float((found != expected).float().mean()), 0.02
-    apart = ((found.float() - expected.float()).abs() / (expected.float().abs() + 1e-4)).max()
-    yield "codes", float(apart), 0.06
+    masses = slice(history.FIELDS.index("hits"))  # what counts hits jumps where a mass meets the threshold
+    found, expected = found[:, :, masses].float(), expected[:, :, masses].float()
+    yield "codes", float(((found - expected).abs() / (expected.abs() + 1e-4)).max()), 0.06
 
 
 def rest(shape: Shape, dtype: torch.dtype, device: str) -> Errors:

@@ -28,6 +28,8 @@ from kvlearn.kernels import docs, launch, timing, traffic
 from kvlearn.kernels.decode_attention.splits import split_count
 from kvlearn.kernels.workloads import Workload
 
+STEPS = ("attention", "streaming", "ema", "learned")  # see time_steps
+
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]
 
@@ -93,15 +95,21 @@ def must_move(shape: traffic.Shape, element: int) -> dict[str, traffic.Traffic]:
     }
 
 
+def workloads(sizes: Sizes, batch: int, slots: int, device: str) -> list[Workload]:
+    """As many layers as keep the memory of each cold."""
+    shape = replace(sizes.shape, batch=batch, slots=slots)
+    first = Workload(shape, sizes.dtype, device, "triton")
+    count = timing.copies(first.size) if device == "cuda" else 1
+    return [first, *(Workload(shape, sizes.dtype, device, "triton", seed=i) for i in range(1, count))]
+
+
 def time_kernels(sizes: Sizes, device: str, timer: Timer, copy: float) -> list[dict[str, Any]]:
     """Seconds and bytes per second of every operation, for every batch and number of slots."""
     rows = []
     for batch in sizes.batches:
         for slots in sizes.slots:
-            shape = replace(sizes.shape, batch=batch, slots=slots)
-            first = Workload(shape, sizes.dtype, device, "triton")
-            count = timing.copies(first.size) if device == "cuda" else 1
-            loads = [first, *(Workload(shape, sizes.dtype, device, "triton", seed=i) for i in range(1, count))]
+            loads = workloads(sizes, batch, slots, device)
+            shape = loads[0].shape
             row: dict[str, Any] = {"batch": batch, "slots": slots}
             for name, moved in must_move(shape, sizes.dtype.itemsize).items():
                 took = timer([getattr(load, name) for load in loads])
@@ -156,17 +164,23 @@ def step_seconds(sizes: Sizes, policy: Any, batch: int, device: str, timer: Time
 
 
 def time_steps(sizes: Sizes, device: str, timer: Timer) -> list[dict[str, Any]]:
-    """Seconds of one layer's decode-attention step by policy, and of attention over the full context."""
+    """Seconds of one layer's decode-attention step, and of attention over the full context.
+
+    "attention" only attends to a full budget; "streaming" also writes and evicts, "ema" observes as well, and
+    "learned" also scores with a network.
+    """
     from kvlearn.policies import resolve
 
     rows = []
     for batch in sizes.step_batches:
-        row: dict[str, Any] = {"batch": batch, "budget": sizes.budget, "policies": {}, "full": {}}
-        for name, policy in (("streaming", "streaming"), ("ema", "ema"), ("learned", scorer(sizes))):
-            row["policies"][name] = step_seconds(sizes, resolve(policy), batch, device, timer)
+        row: dict[str, Any] = {"batch": batch, "budget": sizes.budget, "steps": {}, "full": {}}
+        alone = [load.attend for load in workloads(sizes, batch, sizes.budget, device)]
+        row["steps"]["attention"] = timer(alone)
+        for name, policy in (("streaming", "streaming"), ("ema", "ema"), ("learned", scorer(sizes, device))):
+            row["steps"][name] = step_seconds(sizes, resolve(policy), batch, device, timer)
         for context in sizes.contexts:
             row["full"][context] = full_attention(sizes, batch, context, device, timer)
-        row["times_faster"] = {c: took / row["policies"]["learned"] for c, took in row["full"].items()}
+        row["times_faster"] = {c: took / row["steps"]["learned"] for c, took in row["full"].items()}
         rows.append(row)
         print(step_line(row), flush=True)
     return rows
@@ -174,7 +188,7 @@ def time_steps(sizes: Sizes, device: str, timer: Timer) -> list[dict[str, Any]]:
 
 def step_line(row: dict[str, Any]) -> str:
     """One row of :func:`time_steps` in words."""
-    own = ", ".join(f"{name} {took * 1e6:.1f} us" for name, took in row["policies"].items())
+    own = ", ".join(f"{name} {took * 1e6:.1f} us" for name, took in row["steps"].items())
     full = ", ".join(
         f"{context} tokens {took * 1e6:.1f} us ({row['times_faster'][context]:.1f} times learned)"
         for context, took in row["full"].items()
@@ -182,13 +196,13 @@ def step_line(row: dict[str, Any]) -> str:
     return f"a step, batch {row['batch']}, budget {row['budget']}: {own}; PyTorch's attention over {full}"
 
 
-def scorer(sizes: Sizes) -> Any:
+def scorer(sizes: Sizes, device: str) -> Any:
     """An untrained scorer of the size that is shipped: what it costs does not depend on its weights."""
     from kvlearn.scorers import Scorer, ScorerConfig
 
     shape = sizes.shape
     size: dict[str, Any] = {"heads": shape.heads, "head_dim": shape.dim, "hidden": shape.hidden}
-    return Scorer(ScorerConfig(layers=(0,), key_rank=shape.inputs - 2, **size)).eval()
+    return Scorer(ScorerConfig(layers=(0,), key_rank=shape.inputs - 2, **size)).to(device).eval()
 
 
 def full_attention(sizes: Sizes, batch: int, context: int, device: str, timer: Timer) -> float:
@@ -240,17 +254,38 @@ def summary(report: Report) -> dict[str, str]:
     )
     contexts = list(report.steps[0]["full"]) if report.steps else []
     steps = docs.table(
-        ("batch", "streaming, us", "ema, us", "learned, us", *(f"full {c}, us (times learned)" for c in contexts)),
+        ("batch", *(f"{name}, us" for name in STEPS), *(f"full {c}, us (times learned)" for c in contexts)),
         [
             (
                 row["batch"],
-                *(f"{row['policies'][name] * 1e6:.1f}" for name in ("streaming", "ema", "learned")),
+                *(f"{row['steps'][name] * 1e6:.1f}" for name in STEPS),
                 *(f"{row['full'][c] * 1e6:.1f} ({row['times_faster'][c]:.1f})" for c in contexts),
             )
             for row in report.steps
         ],
     )
-    return {"measured": f"{head}\n\n{kernels}\n\nOne layer's decode-attention step, budget 2,048:\n\n{steps}"}
+    budget = f"{report.steps[0]['budget']:,}" if report.steps else "none"
+    parts = (head, kernels, f"One layer's decode-attention step, budget {budget}:", steps, targets(report))
+    return {"measured": "\n\n".join(parts)}
+
+
+def targets(report: Report) -> str:
+    """What was aimed at, next to what was measured."""
+    kernels, far = report.kernels, 32768
+    attention = [row["attend"]["of_copy"] for row in kernels]
+    upkeep = [row["overhead"] for row in kernels]
+    faster = [row["times_faster"][far] for row in report.steps if far in row["times_faster"]]
+
+    def line(what: str, found: list[float], met: Callable[[float], bool], form: str) -> tuple[str, str, str]:
+        span = f"{min(found):{form}} to {max(found):{form}}" if found else "not measured"
+        return what, span, f"{sum(map(met, found))} of {len(found)}"
+
+    rows = [
+        line("attention at 80% of a copy's bandwidth or more", attention, lambda share: share >= 0.8, ".0%"),
+        line("upkeep at most 5% of attention's time", upkeep, lambda share: share <= 0.05, ".1%"),
+        line(f"a learned step 8 times as fast as full attention over {far:,}", faster, lambda t: t >= 8, ".1f"),
+    ]
+    return docs.table(("target", "measured", "met"), rows)
 
 
 def once(calls: Sequence[Call]) -> float:
