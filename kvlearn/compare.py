@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from kvlearn import attention, policies, tasks
-from kvlearn.allocation import layer_budgets
+from kvlearn.allocation import layer_budgets, read_shares
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
 from kvlearn.policies.base import Policy
-from kvlearn.policies.oracle import FutureRecorder, Oracle
-from kvlearn.rows import Row, RowStore
+from kvlearn.policies.oracle import Foresight, FutureRecorder, Oracle
+from kvlearn.policies.pyramidkv import pyramid_budgets
+from kvlearn.rows import Row
+from kvlearn.scoring import scoring_time
 from kvlearn.shapes import Budget, Protection
-from kvlearn.tasks.base import Case, Measurement, Run, Task
+from kvlearn.support import managed_layers
+from kvlearn.tasks.base import Case, Material, Measurement, Run, Task
 
 if TYPE_CHECKING:
     from kvlearn.models import LoadedModel
@@ -25,7 +29,17 @@ if TYPE_CHECKING:
 Notify = Callable[[str, int, int], None]
 """Called before each cell with its name, its number from 0, and how many cells there are."""
 
-UNIFORM = "uniform"
+UNIFORM, PYRAMID = "uniform", "pyramid"
+
+
+class Rows(Protocol):
+    """Where rows go: a :class:`kvlearn.rows.RowStore`, or what hands them on to one."""
+
+    def done(self, *keys: Mapping[str, Any]) -> bool:
+        """Whether good rows exist for all of these."""
+
+    def append(self, *rows: Row) -> None:
+        """Add rows."""
 
 
 @dataclass(frozen=True)
@@ -34,26 +48,26 @@ class Settings:
 
     Args:
         policies: names, or folders of scorers; ``oracle`` and ``full`` included.
-        budgets: slots per KV head and layer (the mean over layers when ``shares`` is given).
-        tasks: names.
+        budgets: slots per KV head and layer (the mean over layers, where ``allocation`` makes them differ).
+        tasks: names, or files of prompts (see :func:`kvlearn.tasks.resolve`).
         seeds: seeds of the policies that choose at random.
-        window: tokens per case.
-        batch: cases measured together, for tasks that allow it.
+        window: tokens per case; ``None`` is what each task takes by default.
+        batch: cases measured together, as far as they are of one shape.
         block: queries per observed block.
         protect: what no policy may evict.
-        shares: how the slots are shared among layers, the same for every policy; ``None`` is evenly.
-        allocation: what rows call ``shares``.
+        allocation: how the slots are shared among layers and heads, the same for every policy: ``uniform``,
+            ``pyramid`` (:func:`kvlearn.policies.pyramidkv.pyramid_budgets`), or a file or a scorer's folder with one
+            share for each layer (:func:`kvlearn.allocation.read_shares`).
     """
 
     policies: Sequence[str]
     budgets: Sequence[int]
     tasks: Sequence[str] = ("lm",)
     seeds: Sequence[int] = (0,)
-    window: int = 2048
+    window: int | None = None
     batch: int = 4
     block: int = 32
     protect: Protection = field(default_factory=Protection)
-    shares: Sequence[float] | None = None
     allocation: str = UNIFORM
 
     def __post_init__(self) -> None:
@@ -76,6 +90,7 @@ class Cell:
     policy: Policy | None  # None for the oracle, which is made anew for every batch of cases
     budget: int
     seed: int
+    reduce: Foresight | None = None  # of the oracle
 
     @property
     def label(self) -> str:
@@ -88,68 +103,98 @@ class Cell:
         return "oracle" if self.policy is None else self.policy.kind
 
 
+@dataclass(frozen=True)
+class Group:
+    """Cases of one shape, and the cells that they are measured in."""
+
+    task: Task
+    batch: Sequence[Case]
+    cells: Sequence[Cell]
+    before: int  # cells of earlier groups
+
+
 class Comparison:
     """A comparison in progress.
 
     Args:
         loaded: the model, its tokenizer and its name.
         settings: what is compared.
-        cases: cases of each task, by the task's name.
+        cases: cases of each task, by its name in ``settings`` (:func:`make_cases`).
         store: where rows go; rows that it holds are not measured again.
+
+    Attributes:
+        skipped: what cannot be measured, and why.
 
     Raises:
         KvlearnError: an unknown policy or task, or a budget that cannot hold what is protected.
     """
 
     def __init__(
-        self, loaded: LoadedModel, settings: Settings, cases: Mapping[str, Sequence[Case]], store: RowStore
+        self, loaded: LoadedModel, settings: Settings, cases: Mapping[str, Sequence[Case]], store: Rows
     ) -> None:
         self.loaded, self.settings, self.store = loaded, settings, store
         self.model = attention.enable(loaded.model)
-        self.cases = cases
-        self.cells = [cell for name in settings.tasks for cell in self._cells(tasks.resolve(name))]
+        self.skipped: list[str] = []
+        self.cases_by_name = dict(cases)
+        self.cases = {tasks.resolve(name): cases[name] for name in settings.tasks}
+        self.cells = [cell for task in self.cases for cell in self._cells(task)]
 
     def _cells(self, task: Task) -> Iterator[Cell]:
         settings = self.settings
+        if Oracle.name in settings.policies and task.no_oracle:
+            self.skipped.append(f"{task.name}: no oracle, because {task.no_oracle}.")
         for budget in settings.budgets:
-            Budget.resolve(budget, settings.block, settings.protect)
+            self._shared_out(budget)  # refuses a budget that is too small, or an allocation, before anything is measured
             for spec in settings.policies:
-                policy = None if spec == Oracle.name else policies.resolve(spec)
+                parsed = policies.parse(spec)
+                oracle = parsed is not None and parsed[0] == Oracle.name
+                policy = None if oracle else policies.resolve(spec)
                 seeded = policy is not None and hasattr(policy, "seed")
                 for seed in settings.seeds if seeded else settings.seeds[:1]:
                     own = policies.resolve(spec, seed=seed) if seeded else policy
-                    if own is not None:
+                    if own is not None and not hasattr(own, "open_cache"):
                         own.bind(self.model)
-                    yield Cell(task, spec, own, budget, seed)
+                    yield Cell(task, spec, own, budget, seed, foresight(spec) if oracle else None)
 
     def run(self, notify: Notify | None = None) -> None:
         """Measure every cell that has no row yet.
 
         A cell that fails is recorded with its error and does not end the run.
         """
-        groups = [(task, batch) for task in self._tasks() for batch in self._batches(task)]
-        todo = [(task, batch, [c for c in self.cells if c.task is task]) for task, batch in groups]
-        total, number = sum(len(cells) for _, _, cells in todo), 0
-        for task, batch, cells in todo:
-            reference: _Reference | None = None
-            for cell in cells:
-                if notify is not None:
-                    notify(f"{cell.label} at {cell.budget}, {batch[0].domain}", number, total)
-                number += 1
-                if self._done(cell, batch):
-                    continue
-                if reference is None:
-                    reference = self._reference(task, batch)
-                self.store.append(*self._measure(cell, batch, reference))
+        for group in self.groups:
+            self.run_group(group, notify)
 
-    def _tasks(self) -> list[Task]:
-        return list({id(cell.task): cell.task for cell in self.cells}.values())
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """What can be measured apart: every batch of cases under every cell of its task."""
+        batches = [(task, batch) for task in self.cases for batch in self._batches(task)]
+        found: list[Group] = []
+        for task, batch in batches:
+            before = sum(len(group.cells) for group in found)
+            found.append(Group(task, batch, [cell for cell in self.cells if cell.task is task], before))
+        return found
+
+    def run_group(self, group: Group, notify: Notify | None = None) -> None:
+        """Measure the cells of one group that have no row yet."""
+        total = sum(len(each.cells) for each in self.groups)
+        reference: _Reference | None = None
+        for number, cell in enumerate(group.cells):
+            if notify is not None:
+                notify(f"{cell.label} at {cell.budget}, {group.batch[0].domain}", group.before + number, total)
+            if self._done(cell, group.batch):
+                continue
+            if reference is None:
+                reference = self._reference(group.task, group.batch)
+            self.store.append(*self._measure(cell, group.batch, reference))
 
     def _batches(self, task: Task) -> Iterator[list[Case]]:
-        size = self.settings.batch if task.batched else 1
-        cases = list(self.cases[task.name])
-        for start in range(0, len(cases), size):
-            yield cases[start : start + size]
+        """Cases of one shape together, in order of the first of each shape."""
+        by_shape: dict[tuple[int, ...], list[Case]] = {}
+        for case in self.cases[task]:
+            by_shape.setdefault(case.shape, []).append(case)
+        for alike in by_shape.values():
+            for start in range(0, len(alike), self.settings.batch):
+                yield alike[start : start + self.settings.batch]
 
     def _key(self, cell: Cell, case: Case) -> Row:
         settings = self.settings
@@ -162,7 +207,7 @@ class Comparison:
             "doc": case.doc,
             "domain": case.domain,
             "seed": cell.seed,
-            "window": settings.window,
+            "window": window_of(cell.task, settings.window),
             "block": settings.block,
             "protect": f"sinks={protect.sinks},recent={protect.recent or settings.block},prompt={protect.prompt}",
             "allocation": settings.allocation,
@@ -174,30 +219,51 @@ class Comparison:
 
     def _cache(self, policy: str | Policy, budget: int | None, recorder: FutureRecorder | None = None) -> EvictingCache:
         settings = self.settings
-        budgets: int | list[int] | None = budget
-        if budget is not None and settings.shares is not None:
-            plain = Budget.resolve(budget, settings.block, settings.protect)
-            budgets = layer_budgets(settings.shares, budget, least=plain.least)
+        if budget is not None and hasattr(policy, "open_cache"):
+            opened: Any = policy.open_cache(self.model, Budget.resolve(budget, settings.block, settings.protect))
+            return cast(EvictingCache, opened)
+        budgets = None if budget is None else self._shared_out(budget)
         return EvictingCache(
             self.model, policy, budgets, protect=settings.protect, block=settings.block, recorder=recorder
         )
 
+    def _shared_out(self, budget: int) -> int | list[int]:
+        """Slots of each layer, as the allocation has it."""
+        settings = self.settings
+        least = Budget.resolve(budget, settings.block, settings.protect).least
+        if settings.allocation == UNIFORM:
+            return budget
+        if settings.allocation == PYRAMID:
+            return pyramid_budgets(budget, len(managed_layers(self.model)[1]), least=least)
+        return layer_budgets(self._shares, budget, least=least)
+
+    @functools.cached_property
+    def _shares(self) -> list[float]:
+        return read_shares(self.settings.allocation)
+
     def _reference(self, task: Task, batch: Sequence[Case]) -> _Reference:
-        recorder = FutureRecorder() if any(cell.policy is None for cell in self.cells) else None
+        foreseen = any(cell.policy is None for cell in self.cells if cell.task is task)
+        recorder = FutureRecorder() if foreseen else None
         cache = self._cache("full", None, recorder)
-        full = task.full(Run(self.model, self.loaded.tokenizer, cache), batch)
-        oracle = None if recorder is None else Oracle.from_recorder(recorder)
-        return _Reference(full, oracle, cache.stats()["bytes"])
+        run = Run(self.model, self.loaded.tokenizer, cache)
+        full = task.full(run, batch)
+        oracles: dict[Foresight, Oracle] = {}
+        if recorder is not None:
+            recorders = [copied.recorder for copied in run.copies] or recorder
+            kinds = {cell.reduce for cell in self.cells if cell.reduce is not None}
+            oracles = {kind: Oracle.from_recorder(recorders, kind) for kind in kinds}
+        return _Reference(full, oracles, cache.stats()["bytes"])
 
     def _measure(self, cell: Cell, batch: Sequence[Case], reference: _Reference) -> list[Row]:
-        policy = reference.oracle if cell.policy is None else cell.policy
+        policy = reference.oracles[cell.reduce] if cell.reduce is not None else cell.policy
         assert policy is not None
         keys = [self._key(cell, case) for case in batch]
         cache = self._cache(policy, None if policy.kind == "full" else cell.budget)
         run = Run(self.model, self.loaded.tokenizer, cache)
         started = time.perf_counter()
         try:
-            measured = cell.task.measure(run, batch, reference.full, cell.budget)
+            with scoring_time(policy, self.model.device) as scoring:
+                measured = cell.task.measure(run, batch, reference.full, cell.budget)
         except KvlearnError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever it was, it is recorded and the other cells go on
@@ -209,7 +275,6 @@ class Comparison:
             ]
         seconds = time.perf_counter() - started
         held = cache.stats()
-        fed = sum(held["length"])
         common = {
             "kind": cell.kind,
             "slots": held["slots"],
@@ -217,7 +282,8 @@ class Comparison:
             "bytes": held["bytes"] // len(batch),
             "state_bytes": held["state_bytes"] // len(batch),
             "full_bytes": reference.bytes // len(batch),
-            "tokens_per_s": fed / seconds,
+            "tokens_per_s": run.tokens / seconds,
+            "scorer_share": None if hasattr(policy, "open_cache") else scoring() / seconds,
             "batch": len(batch),
             "versions": versions(),
         }
@@ -231,8 +297,19 @@ class Comparison:
 @dataclass(frozen=True)
 class _Reference:
     full: Any
-    oracle: Oracle | None
+    oracles: dict[Foresight, Oracle]
     bytes: int
+
+
+def foresight(spec: str) -> Foresight:
+    """How the oracle that ``spec`` names reads the future.
+
+    Raises:
+        KvlearnError: an option is unknown.
+    """
+    parsed = policies.parse(spec)
+    reduce: Foresight = "discounted" if parsed is None else parsed[1].get("reduce", "discounted")
+    return reduce
 
 
 def _values(measurement: Measurement) -> Row:
@@ -241,7 +318,31 @@ def _values(measurement: Measurement) -> Row:
         "value": measurement.value,
         "full_value": measurement.full_value,
         "tokens": measurement.tokens,
+        **({} if measurement.solved is None else {"solved": measurement.solved}),
     }
+
+
+def window_of(task: Task, window: int | None) -> int | None:
+    """Tokens per case: as told, else the task's own; ``None`` for a task whose cases bring their own length."""
+    return task.window if window is None or task.window is None else window
+
+
+def make_cases(loaded: LoadedModel, settings: Settings, *, docs: int, **options: Any) -> dict[str, list[Case]]:
+    """Cases of every task of a comparison.
+
+    Args:
+        loaded: model and tokenizer.
+        settings: tasks and window; the first seed orders documents and makes random choices.
+        docs: cases of each task.
+        **options: of :class:`Material`: ``split``, ``data``, ``filler``.
+    """
+    made = {}
+    for name in settings.tasks:
+        task = tasks.resolve(name)
+        window = window_of(task, settings.window) or 0
+        material = Material.of(loaded, docs=docs, window=window, seed=settings.seeds[0], **options)
+        made[name] = task.cases(material)
+    return made
 
 
 def versions() -> dict[str, str]:
@@ -251,28 +352,3 @@ def versions() -> dict[str, str]:
     from kvlearn import __version__
 
     return {"kvlearn": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def text_cases(loaded: LoadedModel, data: str, *, docs: int, window: int, split: str, seed: int) -> list[Case]:
-    """Windows of documents as cases, the same number from every domain of a mixture as far as that goes.
-
-    Args:
-        loaded: model and tokenizer.
-        data: a corpus or a comma-separated mixture (see :mod:`kvlearn.corpora`).
-        docs: how many windows, each from a document of its own.
-        window: tokens per window.
-        split: which split of the documents.
-        seed: order of the documents.
-    """
-    from kvlearn.corpora import corpus_windows
-
-    found = corpus_windows(
-        data,
-        loaded.tokenizer,
-        tokens=docs * window,
-        window=window,
-        max_windows_per_document=1,
-        split=split,  # type: ignore[arg-type]  # checked by corpora, which names the splits
-        seed=seed,
-    )
-    return [Case(w.doc, w.domain, torch.tensor(w.input_ids, dtype=torch.int64)) for w in found]

@@ -14,10 +14,11 @@ import torch
 
 from kvlearn.attention import cache_argument
 from kvlearn.cache import EvictingCache
-from kvlearn.compare import Comparison, Settings, text_cases
+from kvlearn.compare import Comparison, Settings
 from kvlearn.errors import KvlearnError
 from kvlearn.rows import Row, RowStore
 from kvlearn.shipped import shipped
+from kvlearn.tasks.lm import text_cases
 from kvlearn.tracing import TraceReport, trace
 
 if TYPE_CHECKING:
@@ -118,14 +119,14 @@ class Demo:
             window=sizes.window,
             batch=sizes.docs,
         )
-        cases = text_cases(self.loaded, HELD_OUT, docs=sizes.docs, window=sizes.window, split="test", seed=0)
+        cases = text_cases(self.loaded.tokenizer, HELD_OUT, docs=sizes.docs, window=sizes.window, split="test", seed=0)
         with RowStore(self.out / "rows.jsonl") as store:
             Comparison(self.loaded, settings, {"lm": cases}, store).run(notify)
             return store.rows
 
     def prompt(self) -> tuple[list[int], str]:
         """The beginning of a held-out document, and the text of its last line or so."""
-        case = text_cases(self.loaded, HELD_OUT, docs=1, window=self.sizes.window, split="validation", seed=0)[0]
+        case = text_cases(self.loaded.tokenizer, HELD_OUT, docs=1, window=self.sizes.window, split="validation", seed=0)[0]
         ids: list[int] = case.input_ids.tolist()
         return ids, str(self.loaded.tokenizer.decode(ids[-32:]))
 

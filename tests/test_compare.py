@@ -17,8 +17,8 @@ from kvlearn.compare import Comparison, Settings
 from kvlearn.errors import KvlearnError
 from kvlearn.rows import RowStore, loss
 from kvlearn.shapes import Protection
-from kvlearn.tasks.base import Case, Measurement, Run
-from kvlearn.tasks.lm import LanguageModelling, block_ends, token_nll
+from kvlearn.tasks.base import Case, Measurement, Run, block_ends
+from kvlearn.tasks.lm import LanguageModelling, text_cases
 
 SETTINGS = Settings(
     policies=("full", "random", "streaming", "ema", "oracle"),
@@ -46,7 +46,7 @@ def cases() -> list[Case]:
 def _compare(loaded: Any, cases: Sequence[Case], path: Path, settings: Settings = SETTINGS) -> list[dict[str, Any]]:
     with RowStore(path) as store:
         Comparison(loaded, settings, {"lm": cases}, store).run()
-        return store.rows
+        return [row for row in store.rows if row["metric"] == "nll"]
 
 
 def test_full_loses_nothing_and_slots_are_within_the_budget(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
@@ -65,13 +65,23 @@ def test_full_loses_nothing_and_slots_are_within_the_budget(loaded: Any, cases: 
 @pytest.mark.model
 def test_orderings_that_the_literature_agrees_on(smollm2: Any, tmp_path: Path) -> None:
     """The true future beats a moving average, which beats chance, by margins well above noise."""
-    from kvlearn.compare import text_cases
-
     settings = replace(SETTINGS, policies=("random", "streaming", "ema", "oracle"), budgets=(96,), window=512, block=16)
-    cases = text_cases(smollm2, "stdlib", docs=2, window=512, split="test", seed=0)
+    cases = text_cases(smollm2.tokenizer, "stdlib", docs=2, window=512, split="test", seed=0)
     rows = _compare(smollm2, cases, tmp_path / "rows.jsonl", settings)
     mean = {p: sum(loss(r) for r in rows if r["policy"] == p) / len(cases) for p in settings.policies}
     assert mean["oracle"] < 0.5 * mean["ema"] < 0.5 * mean["random"], f"orderings are wrong: {mean}"
+
+
+def test_the_oracle_takes_options_and_scoring_is_measured(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, policies=("oracle", "oracle:reduce=sum", "oracle:max", "ema", "full"))
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
+    values = {name: [r["value"] for r in rows if r["policy"] == name] for name in settings.policies}
+    assert values["oracle"] != values["oracle:reduce=sum"] != values["oracle:max"], "options change nothing"
+    for row in rows:
+        assert 0 <= row["scorer_share"] < 1
+        assert (row["scorer_share"] > 0) == (row["policy"] != "full"), "what scores takes time"
+    with pytest.raises(KvlearnError, match="'reduce' is 'least'"):
+        _compare(loaded, cases, tmp_path / "other.jsonl", replace(SETTINGS, policies=("oracle:least",)))
 
 
 def test_rows_do_not_depend_on_the_batch(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
@@ -89,7 +99,7 @@ def test_finished_rows_are_not_measured_again(
     path = tmp_path / "rows.jsonl"
     first = _compare(loaded, cases, path)
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:-3]) + "\n" + lines[-2][:20])  # killed while it wrote
+    path.write_text("\n".join(lines[:-10]) + "\n" + lines[-9][:20])  # killed while it wrote
     measured: list[int] = []
     original = LanguageModelling.measure
 
@@ -125,7 +135,8 @@ def test_feeding_by_blocks_is_feeding_token_by_token(loaded: Any, cases: list[Ca
     cache = EvictingCache(loaded.model, "ema", 32, block=8)
     run = Run(loaded.model, loaded.tokenizer, cache)
     logits = torch.cat([run.feed(ids[:, i : i + 1]) for i in range(ids.shape[1] - 1)], dim=1)
-    expected = token_nll(logits, ids[:, 1:])[:, 31:].mean(1)
+    nll = -logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    expected = nll[:, 31:].mean(1)
     cache = EvictingCache(loaded.model, "ema", 32, block=8)
     full = LanguageModelling().full(Run(loaded.model, None, EvictingCache(loaded.model)), cases)
     measured = LanguageModelling().measure(Run(loaded.model, loaded.tokenizer, cache), cases, full, 32)

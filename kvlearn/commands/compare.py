@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,23 +10,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlearn.commands import options
+from kvlearn.errors import KvlearnError
 
 if TYPE_CHECKING:
-    from kvlearn.compare import Comparison
     from kvlearn.rows import Row
 
 
 def compare(
     model: options.Model,
-    policies: Annotated[str, typer.Option(help="Names (see `kvlearn policies`) or folders of scorers, with commas.")],
-    budgets: Annotated[str, typer.Option(help="Slots per KV head and layer, with commas.")] = "256,512",
-    task: Annotated[str, typer.Option(help="Tasks, with commas.")] = "lm",
+    policies: Annotated[
+        str | None, typer.Option(help="Names (see `kvlearn policies`) or folders of scorers, with commas.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="small: every policy and task, in minutes; other options change it.")
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Slots per KV head and layer, with commas.", show_default="256,512")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Tasks (see `kvlearn tasks`), with commas.", show_default="lm")
+    ] = None,
     data: Annotated[
-        str, typer.Option(help="Texts: see `kvlearn corpora`; with commas.")
+        str, typer.Option(help="Texts for lm: see `kvlearn corpora`; with commas.")
     ] = "transformers-code,chitchat",
+    filler: Annotated[str, typer.Option(help="Texts that the other tasks hide things in.")] = "torch-docs",
     split: Annotated[str, typer.Option(help="Documents of train, validation, test or all.")] = "test",
-    docs: Annotated[int, typer.Option(help="Documents, shared evenly among the texts.")] = 12,
-    window: Annotated[int, typer.Option(help="Tokens per document.")] = 2048,
+    docs: Annotated[
+        int | None,
+        typer.Option(help="Documents per task, shared evenly among its texts or variants.", show_default="12"),
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens per document; 2048 unless a task says otherwise.")] = None,
     seed: Annotated[
         str, typer.Option(help="Seeds of random choices, with commas; the first also orders documents.")
     ] = "0",
@@ -34,47 +48,76 @@ def compare(
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
     allocation: Annotated[
-        str, typer.Option(help="uniform, or a JSON list of shares per layer, or a scorer's folder that carries one.")
+        str,
+        typer.Option(help="uniform, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."),
     ] = "uniform",
-    batch: Annotated[int, typer.Option(help="Documents measured together.")] = 4,
+    batch: Annotated[int | None, typer.Option(help="Documents measured together.", show_default="4")] = None,
+    workers: Annotated[int, typer.Option(help="Processes, each with one thread and a model of its own.")] = 1,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="Rows of an earlier run: exit with 1 if a policy has become worse than there."),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="With --check: by how much a mean may be worse.")] = 0.001,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:
     """Compare policies at equal slots on the same tokens; finished rows are not measured again."""
-    from kvlearn.allocation import read_shares
-    from kvlearn.compare import UNIFORM, Comparison, Settings, text_cases
-    from kvlearn.rows import RowStore
+    from kvlearn.compare import Comparison, Settings, make_cases
+    from kvlearn.presets import preset as preset_of
+    from kvlearn.progress import bar
+    from kvlearn.rows import RowStore, read_rows
+    from kvlearn.workers import run_in_processes
 
+    chosen = preset_of(preset, model)
+    named = chosen.policies if policies is None else options.names(policies)
+    if named is None:
+        raise KvlearnError("name what to compare: --policies ema,snapkv (`kvlearn policies` lists them), or --preset.")
+    if workers < 1:
+        raise KvlearnError(f"--workers is {workers}; give a number of processes that is 1 or more.")
+    before = None if check is None else read_rows(check)  # a missing file is found now, not when all is measured
     seeds = options.numbers(seed, "--seed")
     settings = Settings(
-        policies=options.names(policies),
-        budgets=options.numbers(budgets, "--budgets"),
-        tasks=options.names(task),
+        policies=named,
+        budgets=chosen.budgets if budgets is None else options.numbers(budgets, "--budgets"),
+        tasks=chosen.tasks if task is None else options.names(task),
         seeds=seeds,
-        window=window,
-        batch=batch,
+        window=chosen.window if window is None else window,
+        batch=chosen.batch if batch is None else batch,
         block=block,
         protect=options.protection(sinks, recent),
-        shares=None if allocation == UNIFORM else read_shares(allocation),
         allocation=allocation,
     )
     loaded = options.load(model, dtype, device, threads)
-    cases = {
-        name: text_cases(loaded, data, docs=docs, window=window, split=split, seed=seeds[0]) for name in settings.tasks
-    }
+    docs = chosen.docs if docs is None else docs
+    cases = make_cases(loaded, settings, docs=docs, split=split, data=data, filler=filler)
     with RowStore(out / "rows.jsonl") as store:
         comparison = Comparison(loaded, settings, cases, store)
-        _run(comparison)
+        for reason in comparison.skipped:
+            print(reason, file=sys.stderr)
+        with bar("comparing") as progress:
+            if workers == 1:
+                comparison.run(progress)
+            else:
+                load = functools.partial(options.load, model, dtype, device, 1)
+                run_in_processes(load, comparison, store, workers=workers, notify=progress)
         rows = store.rows
     show(rows, out, [" ".join(["kvlearn", *sys.argv[1:]])])
+    if before is not None:
+        _check(rows, before, tolerance)
 
 
-def _run(comparison: Comparison) -> None:
-    from kvlearn.progress import bar
+def _check(rows: list[Row], before: list[Row], tolerance: float) -> None:
+    """Print what has changed since a baseline, and exit with 1 if something fell."""
+    from rich.console import Console
 
-    with bar("comparing") as progress:
-        comparison.run(progress)
+    from kvlearn.baseline import changes
+    from kvlearn.report.changes import render_changes
+
+    found = changes(rows, before, tolerance=tolerance)
+    Console().print(render_changes(found))
+    if any(change.fell for change in found):
+        raise typer.Exit(1)
 
 
 def show(rows: list[Row], out: Path, commands: list[str]) -> None:

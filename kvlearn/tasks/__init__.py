@@ -6,9 +6,11 @@ import difflib
 
 from kvlearn.errors import KvlearnError
 from kvlearn.tasks.base import Task
+from kvlearn.tasks.kv_recall import KeyValueRecall
 from kvlearn.tasks.lm import LanguageModelling
+from kvlearn.tasks.passkey import Passkey
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (LanguageModelling,)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (LanguageModelling, Passkey, KeyValueRecall)}
 
 
 def resolve(name: str) -> Task:
