@@ -66,7 +66,7 @@ class Saved:
             scorer = Scorer(config)
             with self.explained("the scorer's weights do not fit its configuration"):
                 scorer.load_state_dict(self._under("scorer"))
-            return Learned(scorer.eval(), told["label"])
+            return Learned(scorer.eval(), told["label"], told.get("inputs", "float16"))
         with contextlib.suppress(KvlearnError):
             if parse(told["label"]) is not None:
                 return resolve(told["label"])
@@ -164,11 +164,17 @@ def capture(cache: EvictingCache, model: PreTrainedModel) -> tuple[dict[str, Any
     scorer = cache.policy.scorer if isinstance(cache.policy, Learned) else None
     if scorer is not None:
         tensors |= {f"scorer.{name}": t.detach().cpu().contiguous() for name, t in scorer.state_dict().items()}
+    policy: dict[str, Any] = {
+        "label": cache.policy.label,
+        "scorer": None if scorer is None else scorer.config.as_dict(),
+    }
+    if isinstance(cache.policy, Learned):
+        policy["inputs"] = cache.policy.inputs
     meta = {
         "format": FORMAT,
         "model": fingerprint(model),
         "dtype": str(model.dtype),
-        "policy": {"label": cache.policy.label, "scorer": None if scorer is None else scorer.config.as_dict()},
+        "policy": policy,
         "options": {**cache.options, "protect": asdict(cache.options["protect"])},
         "layers": plain,
     }

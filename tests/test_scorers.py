@@ -447,4 +447,4 @@ def test_moving_a_scorer_forgets_what_was_folded() -> None:
     before = scorer.score(1, dynamic, static)
     scorer.double().float()
     torch.testing.assert_close(scorer.score(1, dynamic, static), before)
-    assert scorer._cache[1].bias.dtype == torch.float32
+    assert scorer._cache[1, False].bias.dtype == torch.float32

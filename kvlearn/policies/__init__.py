@@ -102,8 +102,9 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
     """A policy from its name, a scorer's folder or Hub id, a scorer, or itself.
 
     Args:
-        policy: a name may carry options: ``"ema:half_life=16"``, ``"snapkv:kernel=7:pooling=max"``.
-        **options: further options for a name.
+        policy: a name or folder may carry options: ``"ema:half_life=16"``, ``"snapkv:kernel=7:pooling=max"``,
+            ``"my/scorer:inputs=int8"``.
+        **options: further options for a name or folder.
 
     Raises:
         KvlearnError: the name is unknown or an option is (the nearest is suggested).
@@ -115,10 +116,13 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
         if parsed is not None:
             check_options(POLICIES[parsed[0]], options)
             return POLICIES[parsed[0]](**{**parsed[1], **options})
-        if "/" in policy or Path(policy).is_dir():
+        folder, _, text = (policy, "", "") if Path(policy).is_dir() else policy.partition(":")
+        if "/" in folder or Path(folder).is_dir():
             from kvlearn.scorers import Scorer
 
-            return Learned(Scorer.from_pretrained(policy), policy)
+            check_options(Learned, options)
+            options = {**(parse_options(Learned, text) if text else {}), **options}
+            return Learned(Scorer.from_pretrained(folder), policy, **options)
         name = policy.partition(":")[0]
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""

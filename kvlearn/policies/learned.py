@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from kvlearn.errors import KvlearnError
 from kvlearn.features import value_norms
 from kvlearn.kernels.score import score as forecast
 from kvlearn.policies.base import Policy, Slots
+
+Inputs = Literal["float16", "int8"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,13 +27,16 @@ class Learned(Policy):
     Args:
         scorer: a trained :class:`kvlearn.Scorer`.
         source: where it came from (a folder or Hub id): what rows call this policy.
+        inputs: how the cache stores what the scorer reads of each key: ``"int8"`` takes half the memory of
+            ``"float16"`` and is not exact.
 
     Raises:
-        KvlearnError: no scorer is given.
+        KvlearnError: no scorer is given, or ``inputs`` is unknown.
     """
 
     scorer: Scorer | None = None
     source: str = field(default="learned", metadata={"option": False})
+    inputs: Inputs = "float16"
 
     name = "learned"
     summary = "what a trained scorer forecasts; type its folder"
@@ -42,6 +47,8 @@ class Learned(Policy):
     def __post_init__(self) -> None:
         if self.scorer is None:
             raise KvlearnError("the learned policy needs a scorer; give the scorer's folder or Hub id in its place.")
+        if self.inputs not in get_args(Inputs):
+            raise KvlearnError(f"the learned policy's inputs are {self.inputs!r}; use {' or '.join(get_args(Inputs))}.")
 
     @property
     def label(self) -> str:
@@ -60,11 +67,13 @@ class Learned(Policy):
 
     def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """The scorer's static inputs of new tokens, ``[B, H, C, R]``."""
-        return self._scorer().static(layer, keys, value_norms(values))
+        scorer = self._scorer()
+        static = scorer.static(layer, keys, value_norms(values))
+        return scorer.encode(layer, static) if self.inputs == "int8" else static
 
     def score(self, slots: Slots) -> Tensor:
         """The scorer's forecast."""
         assert slots.state is not None
         assert slots.static is not None
-        weights = self._scorer().weights(slots.layer)
+        weights = self._scorer().weights(slots.layer, encoded=self.inputs == "int8")
         return forecast(slots.state, slots.pos, slots.length, slots.static, weights, impl=slots.impl)

@@ -25,6 +25,7 @@ START = "log_ema64"
 """The dynamic feature that an untrained scorer returns: the ranking of the ``ema`` policy."""
 
 _SCALARS = len(features.STATIC_SCALARS)
+_CODES = 24  # int8 codes a standard deviation: 127 codes reach 5.3 deviations, where larger inputs are cut off
 _LEAST_STD = 1e-4  # a feature that varies less than this in the data is not divided by its deviation
 
 
@@ -59,7 +60,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.std: Tensor
         self.register_buffer("mean", torch.zeros(*lead, inputs))
         self.register_buffer("std", torch.ones(*lead, inputs))
-        self._cache: dict[int, Weights] = {}
+        self._cache: dict[tuple[int, bool], Weights] = {}
         self._cache_key: tuple[int, ...] = ()
         self.reset_parameters()
 
@@ -181,6 +182,24 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         return features.static_features(keys, value_norm, projection)
 
     @torch.no_grad()
+    def encode(self, layer: int, static: Tensor) -> Tensor:
+        """Static inputs as one byte each, which ``weights(layer, encoded=True)`` reads.
+
+        A code is the standardised input in steps of 1/24; inputs further than 5.3 standard deviations from the mean of
+        the training data are cut off.
+
+        Args:
+            layer: index of the layer in the model.
+            static: ``[B, H, C, R + 2]`` from :meth:`static`.
+
+        Returns:
+            int8 of the same shape.
+        """
+        own = self._index(layer), slice(None), slice(len(features.DYNAMIC), None)
+        mean, std = self.mean[own][:, None], self.std[own][:, None]  # [H, 1, R + 2]
+        return ((static.float() - mean) * (_CODES / std)).round_().clamp_(-127, 127).to(torch.int8)
+
+    @torch.no_grad()
     def score(self, layer: int, dynamic: Tensor, static: Tensor) -> Tensor:
         """Scores of one layer; higher is kept.
 
@@ -203,11 +222,12 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         return scores.view(batch, heads, slots)
 
     @torch.no_grad()
-    def weights(self, layer: int) -> Weights:
+    def weights(self, layer: int, encoded: bool = False) -> Weights:
         """What scores one layer, acting on raw features; kept until a weight changes.
 
         Args:
             layer: index of the layer in the model.
+            encoded: whether static inputs come from :meth:`encode`.
 
         Raises:
             KvlearnError: the scorer has no such layer.
@@ -217,11 +237,15 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         if key != self._cache_key:
             self._cache.clear()
             self._cache_key = key
-        folded = self._cache.get(layer)
+        folded = self._cache.get((layer, encoded))
         if folded is None:
             index = self._index(layer)
             folded = self._fold(slice(index, index + 1)).map(lambda t: t.float().contiguous())
-            self._cache[layer] = folded
+            if encoded:
+                own = index, slice(None), slice(len(features.DYNAMIC), None)
+                bias = folded.bias + folded.static @ self.mean[own][..., None]
+                folded = folded._replace(static=folded.static * (self.std[own][:, None] / _CODES), bias=bias)
+            self._cache[layer, encoded] = folded
         return folded
 
     def _index(self, layer: int) -> int:

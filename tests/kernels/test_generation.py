@@ -12,6 +12,7 @@ from torch import Tensor
 import kvlearn
 from kvlearn.attention import cache_argument
 from kvlearn.errors import KvlearnError
+from kvlearn.policies import Learned
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor, policy: Any, impl: Any) -> tuple[Tensor, Tensor]:
@@ -39,13 +40,15 @@ def learned(model: Any) -> Any:
     return scorer
 
 
-@pytest.mark.parametrize("policy", ["ema", "tova", "learned"])
+@pytest.mark.parametrize("policy", ["ema", "tova", "learned", "int8"])
 def test_tokens_are_the_references(policy: str, tiny_llama: Callable[..., Any]) -> None:
     model = kvlearn.enable(tiny_llama(heads=3, kv_heads=1))
     ids = torch.randint(1, 200, (2, 26))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    chosen = learned(model) if policy == "learned" else policy
+    chosen = {"learned": learned, "int8": lambda m: Learned(learned(m), inputs="int8")}.get(policy, lambda _: policy)(
+        model
+    )
     expected, kept = generate(model, ids, mask, chosen, "reference")
     found, found_kept = generate(model, ids, mask, chosen, "triton")
     assert torch.equal(found, expected)
