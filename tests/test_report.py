@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvlearn.errors import KvlearnError
 from kvlearn.report import Section, markdown_table, plot_png, render_table, write_report
-from kvlearn.report.page import HERE
+from kvlearn.report.html import HERE
 from kvlearn.report.plots import outliers, policy_styles
 from kvlearn.report.tables import decimal, memory, p_value, panels, percent, short_names, speed, times, with_interval
 from kvlearn.rows import Row
@@ -224,7 +224,7 @@ def many_policies() -> list[Row]:
 
 def test_every_colour_stands_out_from_its_background() -> None:
     css = (HERE / "page.css").read_text()
-    template = (HERE / "template.html.j2").read_text()
+    template = (HERE / "base.html.j2").read_text()
     for policy, style in policy_styles(summary(many_policies())).items():
         for name in ("back", "raised"):
             day, night = (re.findall(rf"--{name}: (#\w+)", text)[0] for text in (css, template))

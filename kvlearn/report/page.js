@@ -327,19 +327,8 @@
     byId("count").textContent = `${count} of ${lines.length} lines`;
   };
 
-  // ---- theme and download
+  // ---- download
 
-  const theme = byId("theme");
-  const isDark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const nameTheme = () => {
-    theme.textContent = isDark() ? "Light" : "Dark";
-    theme.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
-  };
-  theme.addEventListener("click", () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    nameTheme();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", nameTheme);
   byId("download").addEventListener("click", async () => {
     const packed = Uint8Array.from(atob(data.rows), (letter) => letter.charCodeAt(0));
     const plain = "DecompressionStream" in window;
@@ -353,7 +342,6 @@
 
   // ---- start
 
-  nameTheme();
   document.querySelectorAll(".legend").forEach(legend);
   document.querySelectorAll(".quality").forEach(quality);
   fillBudgets();

@@ -14,13 +14,13 @@ from typing import Any
 from kvlearn.cells import CellData, cells
 from kvlearn.errors import KvlearnError
 from kvlearn.report import tables
+from kvlearn.report.html import write_page
 from kvlearn.report.plots import Style, outliers, policy_styles
 from kvlearn.report.tables import Panel, panels, short_names
-from kvlearn.rows import Row, dump_rows, metric_info, write_atomically
+from kvlearn.rows import Row, dump_rows, metric_info
 from kvlearn.stats import SummaryRow, summary
 
 MOST_FAILURES = 200  # more are counted, not listed
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ def write_report(
     Raises:
         KvlearnError: there are no rows, or the folder cannot be written.
     """
-    import jinja2
-
     rows = list(rows)
     if not rows:
         raise KvlearnError("no rows to report: run kvlearn compare first, or name another file of rows.")
@@ -87,9 +85,13 @@ def write_report(
     shown = panels(lines)
     styles = policy_styles(lines)
     names = short_names(styles)
-    loader = jinja2.FileSystemLoader(HERE)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    html = environment.get_template("template.html.j2").render(
+    path = Path(out_dir) / "report.html"
+    write_page(
+        path,
+        "template.html.j2",
+        css=["page.css"],
+        js=["page.js"],
+        colours={f"p{number}": (style.light, style.dark) for number, style in enumerate(styles.values())},
         title=title,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         models=sorted({line.cell.model for line in lines}),
@@ -105,14 +107,9 @@ def write_report(
         versions=_versions(rows, versions or {}),
         sections=extra_sections,
         metrics={line.cell.metric: metric_info(line.cell.metric) for line in lines},
-        policy_colours=[(number, style) for number, style in enumerate(styles.values())],
-        css=(HERE / "page.css").read_text(encoding="utf-8"),
-        js=(HERE / "page.js").read_text(encoding="utf-8"),
         data=_data(rows, shown, styles, names),
         words=tables,
     )
-    path = Path(out_dir) / "report.html"
-    write_atomically(path, html.encode())
     return path
 
 
