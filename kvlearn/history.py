@@ -7,7 +7,9 @@ bytes, so a history rebuilt offline equals the one that generation saw, bit for 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +35,9 @@ maximum mass. ``hits``: decayed number of blocks with a hit. ``idle``: queries s
 was written. ``gap``: the longest ``idle`` that a hit ended (LazyEviction, arXiv 2506.15969, calls it the maximum
 recurrence interval).
 """
+
+# How each field fades: its half-life in queries, or None where it does not.
+_FADES = (None, *HALF_LIVES, None, PEAK_HALF_LIFE, HIT_HALF_LIFE, None, None)
 
 DTYPE = torch.float16
 """Storage of history fields. Statistics are computed in float32 and rounded to this when stored."""
@@ -66,7 +71,7 @@ def _mass_table(device: torch.device) -> Tensor:
 
 def decode_mass(code: Tensor) -> Tensor:
     """Mass that a code of :func:`encode_mass` stands for: float32, same shape."""
-    return _mass_table(code.device)[code.long()]
+    return _mass_table(code.device).index_select(0, code.flatten().int()).view(code.shape)
 
 
 def empty(shape: tuple[int, int, int], device: torch.device | str = "cpu") -> Tensor:
@@ -84,6 +89,47 @@ def field(state: Tensor, name: str) -> Tensor:
     return state[:, :, FIELDS.index(name)].float()
 
 
+class Decay(NamedTuple):
+    """What one block's number of queries does to a history; see :func:`decays`.
+
+    Attributes:
+        keep: ``[B, 1, K, 1]`` float32 factor on what is stored.
+        gain: ``[B, 1, E, 1]`` float32 factor on the block's mean mass, for the first ``E`` fields: ``last`` and EMAs.
+        queries: ``[B, 1, 1]`` float32 number of queries.
+        active: ``[B, 1, 1, 1]`` bool rows with any query; ``None`` when all have.
+    """
+
+    keep: Tensor
+    gain: Tensor
+    queries: Tensor
+    active: Tensor | None
+
+
+def decays(queries: Tensor) -> list[Decay]:
+    """How the history fades over blocks.
+
+    Args:
+        queries: ``[N, B]`` number of queries of each block in each row; 0 leaves the row's history as it is.
+    """
+    # In float64: torch's vectorised and scalar float32 exp2 differ in the last bit, and bits must be equal.
+    exact = queries.double()[..., None]
+    half_lives = exact.new_tensor([math.inf if h is None else h for h in _FADES])
+    keep = torch.exp2(-exact / half_lives).float()
+    keep[..., 0] = 0.0  # the last block's mass takes the place of the one before
+    gain = 1 - keep[..., : 1 + len(HALF_LIVES)]
+    active = queries > 0
+    idle = queries.is_cuda or not bool(active.all())  # a GPU is not waited for
+    return [
+        Decay(
+            keep[n, :, None, :, None],
+            gain[n, :, None, :, None],
+            queries[n].float().view(-1, 1, 1),
+            active[n].view(-1, 1, 1, 1) if idle else None,
+        )
+        for n in range(len(queries))
+    ]
+
+
 def observe(state: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor, age: Tensor) -> Tensor:
     """Fold one observed block into a history.
 
@@ -99,23 +145,33 @@ def observe(state: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor
     Returns:
         The new history, ``[B, H, K, S]`` of :data:`DTYPE`.
     """
-    old = state.float()
-    mean, peak = decode_mass(mean_code), decode_mass(peak_code)
-    # Decays in float64: torch's vectorised and scalar float32 exp2 differ in the last bit, and bits must be equal.
-    exact = queries.double().view(-1, 1, 1)
-    n = exact.float()
-    age = age.to(old.dtype).clamp(min=1.0)
-    new = torch.empty_like(old)
-    new[:, :, 0] = mean
-    for i, half_life in enumerate(HALF_LIVES, start=1):
-        decay = torch.exp2(-exact / half_life).float()
-        new[:, :, i] = old[:, :, i] * decay + mean * (1 - decay)
+    new = state.clone()
+    fold(new, decode_mass(torch.stack([mean_code, peak_code])), decays(queries[None])[0], age)
+    return new
+
+
+def fold(state: Tensor, mass: Tensor, decay: Decay, age: Tensor) -> None:
+    """:func:`observe` in place.
+
+    Args:
+        state: ``[B, H, K, S]`` of :data:`DTYPE`; overwritten.
+        mass: ``[2, B, H, S]`` decoded mean and maximum.
+        decay: of the block.
+        age: ``[B, H, S]``.
+    """
+    mean, peak = mass
+    old, n = state.float(), decay.queries
+    age = age.to(old.dtype).clamp_(min=1.0)
+    new = old * decay.keep
     i = 1 + len(HALF_LIVES)
-    new[:, :, i] = old[:, :, i] + (mean - old[:, :, i]) * torch.clamp(n / age, max=1.0)
-    new[:, :, i + 1] = torch.maximum(old[:, :, i + 1] * torch.exp2(-exact / PEAK_HALF_LIFE).float(), peak)
-    hit = peak >= HIT_MASS
-    new[:, :, i + 2] = old[:, :, i + 2] * torch.exp2(-exact / HIT_HALF_LIFE).float() + hit
+    new[:, :, :i] += mean[:, :, None] * decay.gain
+    new[:, :, i] += (mean - new[:, :, i]) * torch.clamp_(n / age, max=1.0)
+    torch.maximum(new[:, :, i + 1], peak, out=new[:, :, i + 1])
+    hit = (peak >= HIT_MASS).to(old.dtype)
+    new[:, :, i + 2] += hit
     idle = torch.minimum(old[:, :, i + 3] + n, age)
-    new[:, :, i + 3] = torch.where(hit, 0.0, idle.clamp(max=COUNT_MAX))
-    new[:, :, i + 4] = torch.where(hit, torch.maximum(old[:, :, i + 4], idle), old[:, :, i + 4]).clamp(max=COUNT_MAX)
-    return torch.where((queries > 0).view(-1, 1, 1, 1), new.to(DTYPE), state)
+    ended = idle * hit  # the stretch that a hit ends, 0 where none does
+    torch.sub(idle, ended, out=new[:, :, i + 3])
+    torch.maximum(new[:, :, i + 4], ended, out=new[:, :, i + 4])
+    new[:, :, i + 3 :].clamp_(max=COUNT_MAX)
+    state.copy_(new if decay.active is None else torch.where(decay.active, new, old))

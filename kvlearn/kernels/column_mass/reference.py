@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +13,31 @@ from kvlearn.shapes import GroupReduce
 
 _LOG2_E = math.log2(math.e)
 
+TILE = 2**19
+"""Masses worked on at a time: at 4 bytes each, what the second-level cache of a core holds."""
+
 
 def block_bounds(queries: int, block: int) -> list[tuple[int, int]]:
     """Start and end of each block of a call, aligned to the call's end."""
     first = queries % block or block
     return [(max(end - block, 0), end) for end in range(first, queries + 1, block)]
+
+
+def block_counts(query_pos: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+    """``[N, B]`` int64 queries of each block, padding excluded."""
+    return torch.stack([(query_pos[:, start:end] >= 0).sum(-1) for start, end in bounds])
+
+
+class BlockMass(NamedTuple):
+    """Mass that one block of queries gives to the first ``width`` keys; the others get none.
+
+    Attributes:
+        both: ``[2, B, H, width]``, mean and maximum over the block's queries.
+        last: ``[B, H, width]``, what the block's last query gives.
+    """
+
+    both: Tensor
+    last: Tensor
 
 
 @torch.no_grad()
@@ -32,47 +54,115 @@ def column_mass(
     only_last: bool,
     own_keys_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`kvlearn.kernels.column_mass.column_mass`. Memory is O(block x S)."""
+    """See :func:`kvlearn.kernels.column_mass.column_mass`. Beside the result, memory is O(block x S)."""
+    bounds = block_bounds(query.shape[2], block)[-1 if only_last else 0 :]
+    counts = block_counts(query_pos, bounds)
+    both = torch.zeros(2, len(bounds), *key.shape[:3], dtype=torch.float32, device=query.device)
+    last = torch.zeros_like(both[0, 0])
+    blocks = block_masses(
+        query, lse, key, query_pos, key_pos, scale, bounds, counts, softcap, group_reduce, own_keys_last
+    )
+    for n, mass in enumerate(blocks):
+        both[:, n, ..., : mass.last.shape[-1]] = mass.both
+        if n == len(bounds) - 1:
+            last[..., : mass.last.shape[-1]] = mass.last
+    return both[0], both[1], counts, last
+
+
+@torch.no_grad()
+def block_masses(
+    query: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    query_pos: Tensor,
+    key_pos: Tensor,
+    scale: float,
+    bounds: list[tuple[int, int]],
+    counts: Tensor,
+    softcap: float | None,
+    group_reduce: GroupReduce,
+    own_keys_last: bool,
+) -> Iterator[BlockMass]:
+    """The mass of one block after the other; a result may be overwritten by the next.
+
+    Args:
+        bounds: start and end of the blocks, from :func:`block_bounds`.
+        counts: ``[N, B]`` their numbers of queries.
+        query, lse, key, query_pos, key_pos, scale, softcap, group_reduce, own_keys_last: see
+            :func:`kvlearn.kernels.column_mass.column_mass`.
+    """
     batch, query_heads, queries, dim = query.shape
     heads, slots = key.shape[1], key.shape[2]
-    group = query_heads // heads
-    bounds = block_bounds(queries, block)
-    if only_last:
-        bounds = bounds[-1:]
+    group, pairs = query_heads // heads, batch * heads
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # In units of log 2, because exp2 takes a third of the time of exp. The mean over a group is a sum of shares.
-    norm = lse.to(work) * _LOG2_E + (math.log2(group) if group_reduce == "mean" else 0.0)
-    factor = scale * _LOG2_E if softcap is None else scale
-    rows = (query.to(work) * factor).view(batch, heads, group, queries, dim)
-    columns = key.to(work).transpose(-1, -2)  # [B, H, D, S]
+    # In units of log 2: exp2 is fast down to its smallest results, exp is not. A group's mean is a sum of shares.
+    norm = (lse.to(work) * _LOG2_E + (math.log2(group) if group_reduce == "mean" else 0.0)).reshape(pairs, group, -1)
+    rows = (query.to(work) * (scale * _LOG2_E if softcap is None else scale)).reshape(pairs, group, queries, dim)
+    columns = key.to(work).transpose(-1, -2).reshape(pairs, dim, slots)
     if softcap is None:  # one more dimension lets the product subtract the norm: [q, -norm] . [k, 1]
-        rows = torch.cat([rows, -norm.view(batch, heads, group, queries, 1)], dim=-1)
-        columns = torch.cat([columns, columns.new_ones(batch, heads, 1, slots)], dim=2)
-    mean = torch.zeros(len(bounds), batch, heads, slots, dtype=torch.float32, device=query.device)
-    peak = torch.zeros_like(mean)
-    last = torch.zeros_like(mean[0])
-    counts = torch.stack([(query_pos[:, start:end] >= 0).sum(-1) for start, end in bounds])
-    # Without padding or empty slots, all keys before the block's own are visible to it.
-    dense = own_keys_last and bool((key_pos >= 0).all()) and bool((query_pos >= 0).all())
-    space = rows.new_empty(batch * query_heads * min(block, queries) * slots)  # the same for all blocks
-    for n, (start, end) in enumerate(bounds):
-        size, width = end - start, slots - (queries - end) if own_keys_last else slots
-        shape = (batch * heads, group * size, width)
-        mass = space[: math.prod(shape)].view(shape)
-        own_rows = rows[:, :, :, start:end].reshape(*shape[:2], -1)
-        torch.bmm(own_rows, columns[..., :width].flatten(0, 1), out=mass)
-        mass = mass.view(batch, heads, group, size, width)
-        if softcap is not None:
-            mass.div_(softcap).tanh_().mul_(softcap * _LOG2_E)
-            mass.sub_(norm.view(batch, heads, group, queries, 1)[:, :, :, start:end])
-        mass.exp2_()
-        first = width - size if dense else 0
-        key_positions = key_pos[:, :, None, first:width]
-        hidden = (key_positions > query_pos[:, None, start:end, None]) | (key_positions < 0)
-        mass[..., first:].masked_fill_(hidden[:, :, None], 0.0)
-        mass = mass.sum(2) if group_reduce == "mean" else mass.amax(2)  # [B, H, size, width]
-        mean[n, ..., :width] = mass.sum(2) / counts[n].clamp(min=1).view(batch, 1, 1)
-        peak[n, ..., :width] = mass.amax(2)
-        if end == queries:
-            last[..., :width] = mass[:, :, -1]
-    return mean, peak, counts, last
+        rows = torch.cat([rows, -norm[..., None]], dim=-1)
+        columns = torch.cat([columns, columns.new_ones(pairs, 1, slots)], dim=1)
+    # Allocated once: fresh memory costs more than what is computed in it.
+    most = group * slots * max(end - start for start, end in bounds)
+    space = torch.empty(max(TILE, most), dtype=work, device=query.device)
+    done = 0
+    whole = bool((key_pos >= 0).all())  # no empty slot among the keys
+    # Then all keys before the queries' own are visible to them, and a triangle of these.
+    dense = own_keys_last and whole and bool((query_pos >= 0).all())
+    positions = key_pos.expand(batch, heads, slots)
+    for strip in _strips(bounds, group * slots):
+        start, end, size = strip[0][0], strip[-1][1], strip[0][1] - strip[0][0]
+        width, length = slots - (queries - end) if own_keys_last else slots, end - start
+        own_rows = rows[:, :, start:end].reshape(pairs, group * length, -1)
+        if dense:
+            hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        else:
+            hidden = positions[:, :, None, :width] > query_pos[:, None, start:end, None]
+            hidden = (hidden if whole else hidden | (positions[:, :, None, :width] < 0)).flatten(0, 1)
+        both = torch.empty(2, pairs, len(strip), width, dtype=work, device=query.device)
+        last = torch.empty(pairs, width, dtype=work, device=query.device)
+        step = max(1, TILE // (group * length * width))
+        for first in range(0, pairs, step):
+            these = slice(first, min(first + step, pairs))
+            mass = space[: (these.stop - first) * group * length * width].view(-1, group * length, width)
+            torch.bmm(own_rows[these], columns[these, :, :width], out=mass)
+            mass = mass.view(-1, group, length, width)
+            if softcap is not None:
+                mass.div_(softcap).tanh_().mul_(softcap * _LOG2_E).sub_(norm[these, :, start:end, None])
+            mass.exp2_()
+            if dense:
+                mass[..., width - length :].masked_fill_(hidden, 0.0)
+            else:
+                mass.masked_fill_(hidden[these, None], 0.0)
+            reduced = _reduce_group(mass, group_reduce).view(-1, len(strip), size, width)
+            torch.sum(reduced, 2, out=both[0, these])
+            torch.amax(reduced, 2, out=both[1, these])
+            last[these] = reduced[:, -1, -1]
+        for n, (_, stop) in enumerate(strip):
+            seen = width - (end - stop) if own_keys_last else width
+            mass = both[:, :, n, :seen].view(2, batch, heads, seen)
+            mass[0] /= counts[done + n].clamp(min=1).view(batch, 1, 1)
+            yield BlockMass(mass, last[:, :seen].view(batch, heads, seen))
+        done += len(strip)
+
+
+def _strips(bounds: list[tuple[int, int]], masses: int) -> Iterator[list[tuple[int, int]]]:
+    """Consecutive blocks of one size, as many as fit a tile where each query gives ``masses``."""
+    strip: list[tuple[int, int]] = []
+    for start, end in bounds:
+        if strip and (strip[0][1] - strip[0][0] != end - start or (end - strip[0][0]) * masses > TILE):
+            yield strip
+            strip = []
+        strip.append((start, end))
+    yield strip
+
+
+def _reduce_group(mass: Tensor, group_reduce: GroupReduce) -> Tensor:
+    """``[X, W, S]`` mass of KV heads from that of their query heads ``[X, G, W, S]``, in place of the first of them."""
+    reduced = mass[:, 0]
+    for g in range(1, mass.shape[1]):
+        if group_reduce == "mean":
+            reduced += mass[:, g]
+        else:
+            torch.maximum(reduced, mass[:, g], out=reduced)
+    return reduced

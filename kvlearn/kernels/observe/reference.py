@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvlearn import history
-from kvlearn.kernels.column_mass import reference
+from kvlearn.kernels.column_mass.reference import block_bounds, block_counts, block_masses
 from kvlearn.shapes import GroupReduce
 
 
@@ -23,13 +24,19 @@ def observe(
     own_keys_last: bool,
     last: Tensor | None,
 ) -> None:
-    """See :func:`kvlearn.kernels.observe.observe`."""
-    mean, peak, counts, last_mass = reference.column_mass(
-        query, lse, key, query_pos, key_pos, scale, block, softcap, group_reduce, False, own_keys_last
+    """See :func:`kvlearn.kernels.observe.observe`. Memory is O(block x S)."""
+    bounds = block_bounds(query.shape[2], block)
+    counts = block_counts(query_pos, bounds)
+    decays, positions = history.decays(counts), key_pos.expand(state.shape[0], state.shape[1], -1)
+    blocks = block_masses(
+        query, lse, key, query_pos, key_pos, scale, bounds, counts, softcap, group_reduce, own_keys_last
     )
-    fold(state, history.encode_mass(mean), history.encode_mass(peak), counts, query_pos, key_pos, block)
-    if last is not None:
-        last.copy_(last_mass)
+    for (start, end), decay, mass in zip(bounds, decays, blocks, strict=True):
+        width = mass.last.shape[-1]  # a history does not begin before its token comes
+        age = query_pos[:, start:end].amax(-1).view(-1, 1, 1) + 1 - positions[..., :width]
+        history.fold(state[..., :width], history.decode_mass(history.encode_mass(mass.both)), decay, age)
+        if last is not None and end == query.shape[2]:
+            last.copy_(mass.last)
 
 
 def fold(
@@ -52,10 +59,7 @@ def fold(
         key_pos: ``[B, 1 or H, S]`` int32 logical positions, -1 for empty slots.
         block: queries per block.
     """
-    new = state
-    bounds = reference.block_bounds(query_pos.shape[1], block)
-    for n, (start, end) in enumerate(bounds):
-        length = query_pos[:, start:end].amax(-1) + 1
-        age = length.view(-1, 1, 1) - key_pos.expand(mean_code.shape[1:])
-        new = history.observe(new, mean_code[n], peak_code[n], counts[n], age)
-    state.copy_(new)
+    bounds, decays = block_bounds(query_pos.shape[1], block), history.decays(counts)
+    for (start, end), decay, mean, peak in zip(bounds, decays, mean_code, peak_code, strict=True):
+        age = query_pos[:, start:end].amax(-1).view(-1, 1, 1) + 1 - key_pos.expand(mean.shape)
+        history.fold(state, history.decode_mass(torch.stack([mean, peak])), decay, age)
