@@ -1,0 +1,55 @@
+"""Comparisons by name: ``kvlearn compare MODEL --preset small``."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from dataclasses import dataclass
+
+from kvlearn.errors import KvlearnError
+from kvlearn.policies import POLICIES
+from kvlearn.shipped import shipped
+from kvlearn.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What ``kvlearn compare`` measures when it is not told.
+
+    Attributes:
+        policies: names and folders of scorers; ``None``: they must be given.
+        budgets: slots per KV head and layer.
+        tasks: names.
+        docs: documents of each task.
+        window: tokens of each; ``None`` is what a task takes by default.
+        batch: documents measured together.
+    """
+
+    policies: tuple[str, ...] | None
+    budgets: tuple[int, ...] = (256, 512)
+    tasks: tuple[str, ...] = ("lm",)
+    docs: int = 12
+    window: int | None = None
+    batch: int = 4
+
+
+def preset(name: str | None, model: str) -> Preset:
+    """A preset by its name; without one, the defaults of ``kvlearn compare``.
+
+    ``small`` has every policy and every task at two budgets, small enough for minutes on two cores with a model of 135
+    million parameters. A scorer that comes with kvlearn for ``model`` is among the policies.
+
+    Raises:
+        KvlearnError: there is no such preset.
+    """
+    if name is None:
+        return Preset(None)
+    if name != "small":
+        near = difflib.get_close_matches(name, ["small"], n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise KvlearnError(f"unknown preset {name!r}; {hint}there is small.")
+    # Those of kvpress need that package, and an older transformers; a learned policy is named by its scorer.
+    policies = [policy for policy in POLICIES if policy != "learned" and not policy.startswith("kvpress")]
+    with contextlib.suppress(KvlearnError):  # no scorer comes along for most models
+        policies.append(str(shipped("checkpoints", model)))
+    return Preset(tuple(policies), budgets=(96, 192), tasks=tuple(TASKS), docs=4, window=512, batch=4)
