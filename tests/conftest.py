@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from browser_helpers import chrome, look  # noqa: F401 - fixtures of the tests of pages
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

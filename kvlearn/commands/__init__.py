@@ -7,7 +7,7 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import compare, corpora, demo, generate, policies, trace
+from kvlearn.commands import compare, corpora, demo, generate, inspect, policies, trace
 
 
 def register(app: typer.Typer) -> None:
@@ -16,5 +16,6 @@ def register(app: typer.Typer) -> None:
     app.command("trace")(trace.trace)
     app.command("generate")(generate.generate)
     app.command("compare")(compare.compare)
+    app.command("inspect")(inspect.inspect)
     app.command("policies")(policies.policies)
     app.command("corpora")(corpora.corpora)

@@ -64,10 +64,7 @@ def _first_prompt(prompt: str | None, file: Path | None, chat: bool) -> str:
     if prompt is not None and file is not None:
         raise KvlearnError("give --prompt or --prompt-file, not both.")
     if file is not None:
-        try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise KvlearnError(f"cannot read the prompt from {file}: {error}.") from error
+        text = options.text_of(file)
     elif prompt is not None:
         text = prompt
     elif chat and sys.stdin.isatty():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +39,14 @@ def load(model: str, dtype: str, device: str, threads: int | None) -> LoadedMode
             raise KvlearnError(f"--threads is {threads}; give a number that is 1 or more.")
         torch.set_num_threads(threads)
     return load_model(model, dtype=dtype, device=device)  # type: ignore[arg-type]  # load_model names the dtypes
+
+
+def text_of(file: Path) -> str:
+    """The text of a file that the user named."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KvlearnError(f"cannot read the prompt from {file}: {error}.") from error
 
 
 def protection(sinks: int, recent: int | None) -> Protection:
