@@ -28,7 +28,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ if sys.platform != "win32":
     import fcntl
 
 Row = dict[str, Any]
+Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,14 @@ def number(value: Any) -> float:
     return math.nan
 
 
-def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The identity of a row, from ``KEY_FIELDS``; fields that are absent count as null."""
-    return tuple(_hashable(row.get(field)) for field in KEY_FIELDS)
+def row_key(row: Mapping[str, Any]) -> Key:
+    """The identity of a row, from ``KEY_FIELDS``."""
+    return field_key(row, KEY_FIELDS)
+
+
+def field_key(row: Mapping[str, Any], fields: Iterable[str]) -> Key:
+    """What rows are told apart by; fields that are absent count as null."""
+    return tuple(_hashable(row.get(field)) for field in fields)
 
 
 def check_row(row: Any) -> Row:
@@ -140,19 +146,23 @@ def _check_numbers(row: Row) -> None:
             raise KvlearnError(f"field {field!r} must be a number or null, not {value!r}.")
 
 
-def read_rows(*paths: str | Path) -> list[Row]:
+def read_rows(
+    *paths: str | Path, check: Callable[[Any], Row] = check_row, key: Callable[[Row], Key] = row_key
+) -> list[Row]:
     """Read and merge files of rows, in order; of several rows with one identity the last good one stays.
+
+    ``check`` and ``key`` are those of :class:`RowStore`.
 
     A last line without its line end that is not a whole row was cut off by a crash, and is passed over.
 
     Raises:
         KvlearnError: a file cannot be read, or a line is no row; names the file, the line and the fault.
     """
-    merged: dict[tuple[Any, ...], Row] = {}
+    merged: dict[Key, Row] = {}
     for path in paths:
-        rows, _ = _parse(Path(path), _read_bytes(Path(path)))
+        rows, _ = _parse(Path(path), _read_bytes(Path(path)), check)
         for row in rows:
-            _merge(merged, row)
+            _merge(merged, row, key)
     return list(merged.values())
 
 
@@ -193,18 +203,25 @@ class RowStore:
     Opening it reads what is there: a last line that a crash cut off is dropped and cut away, so that its cell is
     simply measured again. One process at a time may hold a store open.
 
-    Attributes:
+    Args:
         path: The JSON-lines file; its folder is made if need be.
+        check: Returns a row if it is well formed and raises if not; by default :func:`check_row`.
+        key: The identity of a row; by default :func:`row_key`.
+
+    Attributes:
+        path: The file.
         dropped: Bytes of a cut-off last line that opening removed; 0 for a clean file.
 
     Raises:
         KvlearnError: the file is held by another process, cannot be written, or holds a line that is no row.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | Path, *, check: Callable[[Any], Row] = check_row, key: Callable[[Row], Key] = row_key
+    ) -> None:
+        self.path, self._check, self._key = Path(path), check, key
         self.dropped = 0
-        self._rows: dict[tuple[Any, ...], Row] = {}
+        self._rows: dict[Key, Row] = {}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b", buffering=0)
@@ -225,7 +242,7 @@ class RowStore:
         Raises:
             KvlearnError: a row is malformed (then none is written), or the disk is full (then the file is as before).
         """
-        rows = tuple(_finite(check_row(row)) for row in rows)
+        rows = tuple(_finite(self._check(row)) for row in rows)
         data = dump_rows(rows)
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -238,14 +255,14 @@ class RowStore:
                 self._file.truncate(end)
             raise KvlearnError(f"cannot add rows to {self.path}: {error.strerror or error}.") from error
         for row in rows:
-            _merge(self._rows, row)
+            _merge(self._rows, row, self._key)
 
     def done(self, *keys: Mapping[str, Any]) -> bool:
         """Whether a good row exists for every one of these; each mapping holds the fields of ``KEY_FIELDS``.
 
         A row with an error is not done: a resumed run tries it again.
         """
-        return all((row := self._rows.get(row_key(key))) is not None and not row.get("error") for key in keys)
+        return all((row := self._rows.get(self._key(dict(key)))) is not None and not row.get("error") for key in keys)
 
     @property
     def rows(self) -> list[Row]:
@@ -276,9 +293,9 @@ class RowStore:
 
     def _load(self) -> None:
         data = _read_bytes(self.path)
-        rows, end = _parse(self.path, data)
+        rows, end = _parse(self.path, data, self._check)
         for row in rows:
-            _merge(self._rows, row)
+            _merge(self._rows, row, self._key)
         self.dropped = len(data) - end
         if self.dropped:
             self._file.truncate(end)
@@ -287,9 +304,9 @@ class RowStore:
         os.fsync(self._file.fileno())
 
 
-def _merge(rows: dict[tuple[Any, ...], Row], row: Row) -> None:
+def _merge(rows: dict[Key, Row], row: Row, key_of: Callable[[Row], Key]) -> None:
     """The later row wins, but an error never takes the place of a good row."""
-    key = row_key(row)
+    key = key_of(row)
     if row.get("error") and key in rows and not rows[key].get("error"):
         return
     rows[key] = row
@@ -304,14 +321,14 @@ def _read_bytes(path: Path) -> bytes:
         raise KvlearnError(f"cannot read rows from {path}: {error.strerror or error}.") from error
 
 
-def _parse(path: Path, data: bytes) -> tuple[list[Row], int]:
+def _parse(path: Path, data: bytes, check: Callable[[Any], Row]) -> tuple[list[Row], int]:
     """Rows of a file, and the length of its good part: less than the file where a last line was cut off."""
     rows: list[Row] = []
     start = 0
     for count, line in enumerate(io.BytesIO(data), start=1):
         if line.strip():
             try:
-                rows.append(check_row(json.loads(line)))
+                rows.append(check(json.loads(line)))
             except (KvlearnError, ValueError) as error:  # JSON and Unicode errors are ValueErrors too
                 if not line.endswith(b"\n") and not isinstance(error, KvlearnError):
                     return rows, start
