@@ -6,11 +6,26 @@ import difflib
 
 from kvlearn.errors import KvlearnError
 from kvlearn.tasks.base import Task
+from kvlearn.tasks.delayed_copy import DelayedCopy
 from kvlearn.tasks.kv_recall import KeyValueRecall
 from kvlearn.tasks.lm import LanguageModelling
+from kvlearn.tasks.multi_turn import MultiTurn
 from kvlearn.tasks.passkey import Passkey
+from kvlearn.tasks.summary_needle import SummaryNeedle
+from kvlearn.tasks.variable_tracking import VariableTracking
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (LanguageModelling, Passkey, KeyValueRecall)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        LanguageModelling,
+        Passkey,
+        KeyValueRecall,
+        VariableTracking,
+        DelayedCopy,
+        MultiTurn,
+        SummaryNeedle,
+    )
+}
 
 
 def resolve(name: str) -> Task:

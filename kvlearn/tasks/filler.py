@@ -24,7 +24,7 @@ _LOOK_BACK = 64  # tokens; lines of prose end more often than that
 def hidden(
     material: Material,
     domains: Sequence[str],
-    facts: Sequence[Sequence[str]],
+    facts: Sequence[Sequence[str | list[int]]],
     questions: Sequence[Sequence[Question]],
     *,
     within: float = 1.0,
@@ -35,7 +35,7 @@ def hidden(
     Args:
         material: tokenizer, texts and sizes.
         domains: of each case.
-        facts: texts of each case, put in line breaks in this order, evenly spread but for chance.
+        facts: texts or tokens of each case, put in line breaks in this order, evenly spread but for chance.
         questions: of each case.
         within: first share of the text that the facts are in.
         prompt: first share of the context that is fed at once (see :class:`Case`).
@@ -44,14 +44,14 @@ def hidden(
         KvlearnError: the window cannot hold the facts and the longest question.
     """
     length = material.window - max(len(question.ids) for asked in questions for question in asked)
-    pieces = [[encode(material.tokenizer, text) for text in texts] for texts in facts]
-    most = max(sum(map(len, texts)) for texts in pieces)
-    if length * within < 2 * most:
+    pieces = [[encode(material.tokenizer, fact) if isinstance(fact, str) else fact for fact in own] for own in facts]
+    most = max(sum(map(len, own)) for own in pieces)
+    if length * within < most:
         raise KvlearnError(
             f"a window of {material.window} tokens cannot hide {most} tokens of facts; use a longer --window."
         )
     cases = []
-    for number, filler in enumerate(_texts(material, len(facts))):
+    for number, filler in enumerate(texts(material, len(facts))):
         rng = material.random("filler", number)
         ids = _scatter(material.tokenizer, filler, pieces[number], length, within, rng)
         doc = f"{number}-{material.split}-{material.seed}"
@@ -60,7 +60,7 @@ def hidden(
     return cases
 
 
-def _texts(material: Material, count: int) -> list[tuple[int, ...]]:
+def texts(material: Material, count: int) -> list[tuple[int, ...]]:
     """Windows of text; where there are too few, they come again, with other things hidden in them."""
     found = corpus_windows(
         material.filler,

@@ -19,7 +19,7 @@ _FACTS: list[tuple[str, Callable[[random.Random], str]]] = [
     ("The name of the gardener is", lambda rng: f" {words.person(rng)}"),
     ("The train to the coast leaves from platform", lambda rng: f" {words.digits(rng, 2)}"),
     ("The password of the wireless network is", lambda rng: f" {words.two_words(rng, '-')}"),
-    ("The patient was born in the city of", lambda rng: f" {rng.choice(words.CITIES)}"),
+    ("The patient was born in the city of", lambda rng: f" {words.city(rng)}"),
     ("The phone number of the bakery is", lambda rng: f" 555-{words.digits(rng, 4)}"),
 ]
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import random
 
 
-def _words(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
+    """Words with spaces between."""
     return tuple(text.split())
 
 
-ADJECTIVES = _words("velvet copper silent golden crystal scarlet hollow winter amber silver frozen hidden")
-NOUNS = _words("falcon river lantern harbor meadow anchor compass orchard beacon willow tiger bridge")
-FIRST_NAMES = _words(
+ADJECTIVES = listed("velvet copper silent golden crystal scarlet hollow winter amber silver frozen hidden")
+NOUNS = listed("falcon river lantern harbor meadow anchor compass orchard beacon willow tiger bridge")
+FIRST_NAMES = listed(
     "Oliver Emma James Sophia Henry Alice Daniel Laura Peter Maria Thomas Anna George Helen Victor Clara Samuel Julia "
     "Martin Grace Arthur Ruth Simon Rose"
 )
-LAST_NAMES = _words(
+LAST_NAMES = listed(
     "Grant Mercer Whitfield Okafor Marchetti Tanaka Novak Beaumont Fitzgerald Ramirez Sorensen Petrov Hawthorne "
     "Nakamura Eriksson Valdez Kowalski Moreau Ferguson Santoro"
 )
-CITIES = _words(
+CITIES = listed(
     "Paris London Berlin Rome Madrid Vienna Moscow Tokyo Delhi Cairo Sydney Toronto Boston Chicago Dallas Denver Miami "
     "Seattle Dublin Lisbon Prague Warsaw Athens"
 )
@@ -44,3 +45,13 @@ def person(rng: random.Random) -> str:
 def two_words(rng: random.Random, between: str = " ") -> str:
     """An adjective and a noun."""
     return rng.choice(ADJECTIVES) + between + rng.choice(NOUNS)
+
+
+def city(rng: random.Random) -> str:
+    """The name of one."""
+    return rng.choice(CITIES)
+
+
+def year(rng: random.Random) -> str:
+    """A year of the 18th or 19th century."""
+    return str(rng.randint(1700, 1899))
