@@ -27,11 +27,7 @@ def expect(
     Raises:
         KvlearnError: it differs.
     """
-    fits = len(shape) == tensor.ndim and all(
-        size in allowed if isinstance(allowed, tuple) else allowed in (-1, size)
-        for size, allowed in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    if tensor.shape != shape and not _fits(tensor.shape, shape):
         wanted = ", ".join(
             " or ".join(map(str, s)) if isinstance(s, tuple) else "any" if s < 0 else str(s) for s in shape
         )
@@ -40,6 +36,13 @@ def expect(
         raise KvlearnError(f"{name} is {tensor.dtype}; it must be {dtype}.")
     if like is not None and tensor.device != like.device:
         raise KvlearnError(f"{name} is on {tensor.device}; it must be on {like.device} like the other tensors.")
+
+
+def _fits(sizes: torch.Size, shape: tuple[int | tuple[int, ...], ...]) -> bool:
+    return len(shape) == len(sizes) and all(
+        size in allowed if isinstance(allowed, tuple) else allowed in (-1, size)
+        for size, allowed in zip(sizes, shape, strict=True)
+    )
 
 
 def expect_heads(query: Tensor, key: Tensor) -> None:

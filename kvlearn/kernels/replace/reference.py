@@ -22,9 +22,21 @@ def replace(
 ) -> None:
     """See :func:`kvlearn.kernels.replace.replace`."""
     new = {0: key, 1: value, 2: new_pos[:, None].expand_as(target), 4: new_static}
+    rows = None if padded else _rows(target, keys.shape[2])
     for n, slots in enumerate((keys, values, pos, state, static, last_query)):
-        if slots is not None:
-            store(slots, 3 if n == 3 else 2, target, new.get(n), new_pos, padded)
+        fresh = new.get(n)
+        if slots is not None and rows is not None and fresh is not None and slots.is_contiguous():
+            # Whole rows of memory: many times as fast as a scatter of single numbers.
+            slots.view(-1, *slots.shape[3:]).index_copy_(0, rows, fresh.reshape(-1, *slots.shape[3:]))
+        elif slots is not None:
+            store(slots, 3 if n == 3 else 2, target, fresh, new_pos, padded)
+
+
+def _rows(target: Tensor, slots: int) -> Tensor:
+    """``[B * H * C]`` the slots of ``target`` among all slots of all heads."""
+    batch, heads, count = target.shape
+    first = torch.arange(0, batch * heads * slots, slots, device=target.device)
+    return (target.reshape(-1, count) + first[:, None]).flatten()
 
 
 def store(slots: Tensor, dim: int, target: Tensor, fresh: Tensor | None, new_pos: Tensor, padded: bool) -> None:
