@@ -20,8 +20,8 @@ FLOORS = (
     ("corpora", "kernels", "metrics", "models", "rotary", "targets", "traces"),
     ("scorers",),
     ("policies",),
-    ("attention", "cache", "layer", "slots", "state", "support"),
-    ("baseline", "bench", "cells", "compare", "demo", "kvpress", "presets", "report", "retention", "rows", "scoring", "stats", "tasks", "tracing", "workers"),
+    ("attention", "cache", "layer", "pool", "slots", "state", "support"),
+    ("baseline", "bench", "cells", "compare", "demo", "kvpress", "presets", "report", "retention", "rows", "scoring", "stats", "study", "tasks", "tracing", "workers"),
     ("", "__main__", "cli", "commands"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

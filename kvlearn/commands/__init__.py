@@ -7,7 +7,7 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import compare, corpora, demo, generate, inspect, policies, trace
+from kvlearn.commands import compare, corpora, demo, generate, inspect, policies, report, trace
 
 
 def register(app: typer.Typer) -> None:
@@ -17,5 +17,6 @@ def register(app: typer.Typer) -> None:
     app.command("generate")(generate.generate)
     app.command("compare")(compare.compare)
     app.command("inspect")(inspect.inspect)
+    app.command("report")(report.report)
     app.command("policies")(policies.policies)
     app.command("corpora")(corpora.corpora)
