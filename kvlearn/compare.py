@@ -14,6 +14,7 @@ from kvlearn import attention, policies, tasks
 from kvlearn.allocation import layer_budgets, read_shares
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
+from kvlearn.keeping import WatchedRun
 from kvlearn.policies.base import Policy
 from kvlearn.policies.oracle import Foresight, FutureRecorder, Oracle
 from kvlearn.policies.pyramidkv import pyramid_budgets
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Notify = Callable[[str, int, int], None]
 """Called before each cell with its name, its number from 0, and how many cells there are."""
 
-UNIFORM, PYRAMID = "uniform", "pyramid"
+UNIFORM, POOLED, PYRAMID = "uniform", "pooled", "pyramid"
 
 
 class Rows(Protocol):
@@ -55,7 +56,8 @@ class Settings:
         batch: cases measured together, as far as they are of one shape.
         block: queries per observed block.
         protect: what no policy may evict.
-        allocation: how the slots are shared among layers and heads, the same for every policy: ``uniform``,
+        allocation: how the slots are shared among layers and heads, the same for every policy: ``uniform``;
+            ``pooled``, where the heads of a layer share its slots, as AdaKV has it;
             ``pyramid`` (:func:`kvlearn.policies.pyramidkv.pyramid_budgets`), or a file or a scorer's folder with one
             share for each layer (:func:`kvlearn.allocation.read_shares`).
     """
@@ -144,7 +146,7 @@ class Comparison:
         if Oracle.name in settings.policies and task.no_oracle:
             self.skipped.append(f"{task.name}: no oracle, because {task.no_oracle}.")
         for budget in settings.budgets:
-            self._shared_out(budget)  # refuses a budget that is too small, or an allocation, before anything is measured
+            self._shared_out(budget)  # what is too small, or no allocation, is refused before anything is measured
             for spec in settings.policies:
                 parsed = policies.parse(spec)
                 oracle = parsed is not None and parsed[0] == Oracle.name
@@ -185,7 +187,7 @@ class Comparison:
                 continue
             if reference is None:
                 reference = self._reference(group.task, group.batch)
-            self.store.append(*self._measure(cell, group.batch, reference))
+            self.store.append(*self._measure(cell, group.batch, reference, watch=group.before == 0))
 
     def _batches(self, task: Task) -> Iterator[list[Case]]:
         """Cases of one shape together, in order of the first of each shape."""
@@ -223,15 +225,16 @@ class Comparison:
             opened: Any = policy.open_cache(self.model, Budget.resolve(budget, settings.block, settings.protect))
             return cast(EvictingCache, opened)
         budgets = None if budget is None else self._shared_out(budget)
+        pooled: Any = {"allocation": POOLED} if budgets is not None and settings.allocation == POOLED else {}
         return EvictingCache(
-            self.model, policy, budgets, protect=settings.protect, block=settings.block, recorder=recorder
+            self.model, policy, budgets, protect=settings.protect, block=settings.block, recorder=recorder, **pooled
         )
 
     def _shared_out(self, budget: int) -> int | list[int]:
         """Slots of each layer, as the allocation has it."""
         settings = self.settings
         least = Budget.resolve(budget, settings.block, settings.protect).least
-        if settings.allocation == UNIFORM:
+        if settings.allocation in (UNIFORM, POOLED):
             return budget
         if settings.allocation == PYRAMID:
             return pyramid_budgets(budget, len(managed_layers(self.model)[1]), least=least)
@@ -241,11 +244,14 @@ class Comparison:
     def _shares(self) -> list[float]:
         return read_shares(self.settings.allocation)
 
+    def _run_of(self, cache: EvictingCache) -> Run:
+        return Run(self.model, self.loaded.tokenizer, cache)
+
     def _reference(self, task: Task, batch: Sequence[Case]) -> _Reference:
         foreseen = any(cell.policy is None for cell in self.cells if cell.task is task)
         recorder = FutureRecorder() if foreseen else None
         cache = self._cache("full", None, recorder)
-        run = Run(self.model, self.loaded.tokenizer, cache)
+        run = self._run_of(cache)
         full = task.full(run, batch)
         oracles: dict[Foresight, Oracle] = {}
         if recorder is not None:
@@ -254,12 +260,13 @@ class Comparison:
             oracles = {kind: Oracle.from_recorder(recorders, kind) for kind in kinds}
         return _Reference(full, oracles, cache.stats()["bytes"])
 
-    def _measure(self, cell: Cell, batch: Sequence[Case], reference: _Reference) -> list[Row]:
+    def _measure(self, cell: Cell, batch: Sequence[Case], reference: _Reference, *, watch: bool) -> list[Row]:
+        """Rows of some cases; the first one tells what was held, if it is watched."""
         policy = reference.oracles[cell.reduce] if cell.reduce is not None else cell.policy
         assert policy is not None
         keys = [self._key(cell, case) for case in batch]
         cache = self._cache(policy, None if policy.kind == "full" else cell.budget)
-        run = Run(self.model, self.loaded.tokenizer, cache)
+        run = WatchedRun(self.model, self.loaded.tokenizer, cache) if watch else self._run_of(cache)
         started = time.perf_counter()
         try:
             with scoring_time(policy, self.model.device) as scoring:
@@ -287,11 +294,14 @@ class Comparison:
             "batch": len(batch),
             "versions": versions(),
         }
-        return [
+        rows = [
             {**key, **common, **_values(measurement)}
             for key, measurements in zip(keys, measured, strict=True)
             for measurement in measurements
         ]
+        if isinstance(run, WatchedRun) and (kept := run.kept()) is not None:
+            rows[0]["kept"] = kept
+        return rows
 
 
 @dataclass(frozen=True)

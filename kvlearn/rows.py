@@ -17,6 +17,8 @@ A row is one number about one document: (model, task, policy, budget, doc, domai
 | error | optional: why this cell failed; such a row needs no numbers |
 | mean_slots | optional: slots held per KV head, the mean over heads and layers, where allocation makes them differ |
 | scorer_share, full_bytes, versions | optional: share of the time spent scoring, bytes of the full cache, packages |
+| solved | optional: share of the questions that the full cache answers |
+| kept | optional, in one row of a policy: what was held while the text went by (:mod:`kvlearn.keeping`) |
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ KEY_FIELDS = ("model", "task", "policy", "budget", "doc", "domain", "seed", "met
 
 _NAMES = ("model", "task", "policy", "doc", "domain", "metric", "kind")
 _NUMBERS = ("value", "full_value", "slots", "bytes", "state_bytes", "tokens_per_s", "tokens")
-_OPTIONAL_NUMBERS = ("scorer_share", "full_bytes", "mean_slots")
+_OPTIONAL_NUMBERS = ("scorer_share", "full_bytes", "mean_slots", "solved")
 
 
 def metric_info(name: str) -> Metric:

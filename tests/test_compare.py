@@ -158,9 +158,12 @@ def test_where_a_text_is_cut(length: int, budgets: list[int], block: int, ends: 
 
 
 def test_layer_budgets_keep_the_total(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
-    settings = replace(SETTINGS, policies=("ema",), shares=(1.0, 2.0), allocation="test")
-    rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
-    assert all(r["mean_slots"] == 32 and r["slots"] == 43 for r in rows)
+    (tmp_path / "shares.json").write_text("[1, 2]")
+    for allocation, most in ((str(tmp_path / "shares.json"), 43), ("pyramid", 45)):
+        settings = replace(SETTINGS, policies=("ema",), allocation=allocation)
+        rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
+        assert all(r["mean_slots"] == 32 and r["slots"] == most for r in rows if r["allocation"] == allocation)
+    assert len(rows) == 2 * len(cases), "allocations are variants, side by side in one file"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,7 @@ def test_layer_budgets_keep_the_total(loaded: Any, cases: list[Case], tmp_path: 
         ({"tasks": ("ml",)}, "did you mean 'lm'"),
         ({"budgets": (16,)}, "below the"),
         ({"budgets": (160,)}, "never fills"),
+        ({"allocation": "nowhere.json"}, "cannot read an allocation from nowhere.json"),
     ],
 )
 def test_impossible_requests_are_refused(
@@ -179,3 +183,18 @@ def test_impossible_requests_are_refused(
 ) -> None:
     with pytest.raises(KvlearnError, match=message):
         _compare(loaded, cases, tmp_path / "rows.jsonl", replace(SETTINGS, **change))
+
+
+def test_the_first_document_tells_what_was_held(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl")
+    told = [row for row in rows if "kept" in row]
+    assert [row["policy"] for row in told] == list(SETTINGS.policies)
+    assert {row["doc"] for row in told} == {"doc0"}
+    kept = {row["policy"]: row["kept"] for row in told}
+    assert all(one["tokens"] == 160 and one["seen"][-1] == 160 for one in kept.values())
+    assert set(kept["full"]["lines"][-1]) == {"9"}, "the full cache holds everything"
+    last = kept["streaming"]["lines"][-1]
+    assert last.startswith("9")
+    assert set(last.rstrip("9")[2:]) == {"0"}, "streaming holds the ends and nothing between"
+    held = sum(int(digit) / 9 for digit in kept["ema"]["lines"][-1]) * 160 / 96
+    assert held == pytest.approx(32, rel=0.2)

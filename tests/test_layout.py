@@ -21,7 +21,7 @@ FLOORS = (
     ("scorers",),
     ("policies",),
     ("attention", "cache", "layer", "pool", "slots", "state", "support"),
-    ("baseline", "bench", "cells", "compare", "demo", "kvpress", "presets", "report", "retention", "rows", "scoring", "stats", "study", "tasks", "tracing", "workers"),
+    ("baseline", "bench", "cells", "compare", "demo", "keeping", "kvpress", "presets", "report", "retention", "rows", "scoring", "stats", "study", "tasks", "tracing", "workers"),
     ("", "__main__", "cli", "commands"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -49,7 +49,7 @@ def compare(
     recent: options.Recent = None,
     allocation: Annotated[
         str,
-        typer.Option(help="uniform, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."),
+        typer.Option(help="uniform, pooled, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."),
     ] = "uniform",
     batch: Annotated[int | None, typer.Option(help="Documents measured together.", show_default="4")] = None,
     workers: Annotated[int, typer.Option(help="Processes, each with one thread and a model of its own.")] = 1,
