@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from kvlearn.kernels.launch import Impl, use_triton
 from kvlearn.layer import EvictingLayer
 from kvlearn.policies import resolve
 from kvlearn.policies.base import Policy
+from kvlearn.pool import PooledLayer
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce, Protection
 from kvlearn.slots import LayerConfig, Recorder
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
 
 Positions = Literal["original", "compact"]
+Allocation = Literal["uniform", "pooled"]
+DEFAULT_FLOOR = 0.2
 
 
 class EvictingCache(Cache):
@@ -47,18 +51,24 @@ class EvictingCache(Cache):
         budget: the most slots one KV head of a layer holds at any moment, everything included; or one such number per
             full-attention layer; or ``None`` for no bound (policy ``"full"`` only).
         protect: what no policy may evict; by default 4 sinks and the latest block.
-        block: queries per observed block; by default 32, less for a budget below 128.
-        group_reduce: how the query heads of a KV head are reduced when attention is observed.
+        block: queries per observed block; by default what a scorer was trained with, otherwise 32, less for a budget
+            below 128.
+        group_reduce: how the query heads of a KV head are reduced when attention is observed; by default what a scorer
+            was trained with, otherwise ``"mean"``.
         recorder: receives what the cache observes; used to collect traces.
         positions: what the rotary embedding of a managed layer counts: ``"original"`` positions in the text, or
             ``"compact"`` ones within the cache, numbered anew with every block, so that no text is too long for the
             model. Compact positions keep every key a second time, before rotation.
+        allocation: ``"uniform"``, ``budget`` slots for every head, or ``"pooled"``: the heads of a layer share
+            ``heads * budget`` slots, and a policy's scores say which head gets them (:mod:`kvlearn.pool`).
+        floor: with ``"pooled"``, the share of ``budget`` that every head holds at least; by default 0.2. No head falls
+            below what is protected, and none is held to more than ``budget`` less one block.
         impl: implementation of every kernel: ``"auto"`` (Triton on a GPU, PyTorch elsewhere), ``"reference"`` or
             ``"triton"``; the last two never fall back.
 
     Raises:
         KvlearnError: the model is not enabled, the budget is below protection plus one block, the policy is unknown or
-            belongs to another model, or ``impl="triton"`` cannot run where the model is.
+            belongs to another model, options exclude each other, or ``impl="triton"`` cannot run where the model is.
     """
 
     def __init__(
@@ -69,9 +79,11 @@ class EvictingCache(Cache):
         *,
         protect: Protection | None = None,
         block: int | None = None,
-        group_reduce: GroupReduce = "mean",
+        group_reduce: GroupReduce | None = None,
         recorder: Recorder | None = None,
         positions: Positions = "original",
+        allocation: Allocation = "uniform",
+        floor: float | None = None,
         impl: Impl = "auto",
     ) -> None:
         _require_enabled(model)
@@ -96,17 +108,16 @@ class EvictingCache(Cache):
                 f"budget lists {len(budgets)} numbers and the model has {len(managed)} full-attention layers; "
                 "give one number per such layer."
             )
-        if positions not in get_args(Positions):
-            raise KvlearnError(f"positions is {positions!r}; use 'original' or 'compact'.")
-        compact = positions == "compact"
+        self.floor = _check_options(budget, positions, allocation, floor, recorder)
+        compact, kind = positions == "compact", PooledLayer if allocation == "pooled" else EvictingLayer
         reads_keys = "static" in self.policy.reads or recorder is not None or compact
         reads_queries = "queries" in self.policy.reads
         rotary = Unrotator(model, managed) if reads_keys or reads_queries else None
-        if block is None:  # one block size for all layers, so that they observe and evict in step
-            block = Budget.resolve(min((b for b in budgets if b is not None), default=None), None, protect).block
+        smallest = min((b for b in budgets if b is not None), default=None)
+        block, group_reduce = _observation(self.policy, block, group_reduce, smallest, protect)
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
-            layers[i] = EvictingLayer(
+            layers[i] = kind(
                 LayerConfig(
                     index=i,
                     budget=layer_budget,
@@ -117,11 +128,12 @@ class EvictingCache(Cache):
                     impl=impl,
                     compact=rotary if rotary is not None and compact and rotary.turns(i) else None,
                     rotary=rotary if rotary is not None and reads_queries and rotary.turns(i) else None,
+                    floor=self.floor or 0.0,
                 )
             )
         self.managed = managed
         self.block = self.budgets[0].block if self.budgets else 1
-        self.group_reduce, self.position_kind = group_reduce, positions
+        self.group_reduce, self.position_kind, self.allocation = group_reduce, positions, allocation
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._most_positions = most if isinstance(most, int) and not compact else None  # None: no need to warn
         self._model = weakref.ref(model)  # the model may go before its cache
@@ -204,6 +216,8 @@ class EvictingCache(Cache):
             "block": self.block,
             "group_reduce": self.group_reduce,
             "positions": self.position_kind,
+            "allocation": self.allocation,
+            "floor": self.floor,
         }
 
     def save(self, path: str | Path) -> None:
@@ -254,8 +268,8 @@ class EvictingCache(Cache):
         """
         if layer not in self.managed:
             raise KvlearnError(f"layer {layer} is not managed by this cache; managed are {self.managed}.")
-        pos = self.evicting_layers()[self.managed.index(layer)].pos
-        return torch.empty(0, 0, 0, dtype=torch.int32) if pos is None else pos
+        found = self.evicting_layers()[self.managed.index(layer)]
+        return found.positions() if found.is_initialized else torch.empty(0, 0, 0, dtype=torch.int32)
 
     def stats(self) -> dict[str, Any]:
         """What is held now.
@@ -279,8 +293,8 @@ class EvictingCache(Cache):
             elif layer.is_initialized:
                 own = _allocated(layer.keys, layer.values)
                 kv, state = kv + own, state + size - own
-                full += layer.seen * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes)
-                count = (layer.pos >= 0).sum(-1)
+                full += layer.seen * layer.lanes * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes)
+                count = (layer.positions() >= 0).sum(-1)
                 most = max(most, int(count.max()))
                 held.append(float(count.float().mean()))
                 length = layer.length.tolist()
@@ -304,6 +318,54 @@ class EvictingCache(Cache):
 def _allocated(*tensors: Tensor) -> int:
     """Bytes of what the tensors lie in, each storage counted once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _check_options(
+    budget: object, positions: str, allocation: str, floor: float | None, recorder: Recorder | None
+) -> float | None:
+    """Refuse what cannot be, or not together; returns the floor of a pool."""
+    if positions not in get_args(Positions):
+        raise KvlearnError(f"positions is {positions!r}; use 'original' or 'compact'.")
+    if allocation not in get_args(Allocation):
+        raise KvlearnError(f"allocation is {allocation!r}; use 'uniform' or 'pooled'.")
+    if allocation == "uniform":
+        if floor is not None:
+            raise KvlearnError(f"floor is {floor} and belongs to allocation='pooled'; give both or neither.")
+        return None
+    floor = DEFAULT_FLOOR if floor is None else floor
+    if not 0 <= floor <= 1:
+        raise KvlearnError(f"floor is {floor}; give a share of the budget between 0 and 1.")
+    if budget is None:
+        raise KvlearnError("allocation='pooled' shares a budget among heads; give budget as well.")
+    if positions == "compact":
+        raise KvlearnError("positions='compact' numbers the slots of equal heads; use allocation='uniform' with it.")
+    if recorder is not None:
+        raise KvlearnError("a recorder takes slots of equal heads; use allocation='uniform' with it.")
+    return floor
+
+
+def _observation(
+    policy: Policy,
+    block: int | None,
+    group_reduce: GroupReduce | None,
+    smallest: int | None,
+    protect: Protection | None,
+) -> tuple[int, GroupReduce]:
+    """Block and group reduction of all layers; says when a policy was trained with others."""
+    trained = policy.trained_with
+    if block is None and trained is not None:
+        with contextlib.suppress(KvlearnError):  # the smallest budget may not hold such a block
+            block = Budget.resolve(smallest, trained[0], protect).block
+    block = Budget.resolve(smallest, block, protect).block
+    group_reduce = group_reduce or (trained[1] if trained is not None else "mean")
+    if trained is not None and (block, group_reduce) != trained:
+        warnings.warn(
+            f"policy {policy.label!r} was trained on blocks of {trained[0]} queries with group_reduce={trained[1]!r}, "
+            f"and this cache observes blocks of {block} with {group_reduce!r}, so its scores mean less; leave block "
+            "and group_reduce out, with a budget that holds such a block.",
+            stacklevel=3,
+        )
+    return block, group_reduce
 
 
 def _require_enabled(model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ from kvlearn.kernels.decode_attention import decode_attention
 from kvlearn.kernels.observe import fold, observe
 from kvlearn.policies.base import Faults, Slots, select_victims
 from kvlearn.slots import SLOT_DIM, Call, SlotStore, expand
-from kvlearn.support import NO_ROLLBACK
+from kvlearn.support import NO_ROLLBACK, own_validity
 
 
 class EvictingLayer(SlotStore):
@@ -108,7 +108,7 @@ class EvictingLayer(SlotStore):
         count = query.shape[2]
         if count > 1:
             self.close_block()
-        valid = _own_validity(mask, count)
+        valid = own_validity(mask, count)
         nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
         pos = (self.length[:, None] + nth - 1).int()
         if valid is not None:
@@ -181,16 +181,16 @@ class EvictingLayer(SlotStore):
 
     def _plan(self, count: int) -> bool:
         """Have ``order`` name the slots that the next ``count`` tokens overwrite; False if only a cut will do."""
-        if self.order.shape[-1] - self.cursor >= count:
+        if self.order.shape[-1] - self.cursor >= count * self.lanes:
             return True
         budget, capacity = self.config.budget, self.keys.shape[2]
         if budget.slots is None:
             self.grow(self.used + count)
             capacity = self.keys.shape[2]
         free = capacity - self.used
-        want = count if count > 1 else budget.block
+        want = (count if count > 1 else budget.block) * self.lanes
         if self.config.policy.kind == "full":  # it scores nothing, and may never have to
-            want = min(want, max(free, count))
+            want = min(want, max(free, count * self.lanes))
         if free >= want:
             if self.uneven:  # rows have different empty slots: the lowest index first
                 self.order = (self.pos >= 0).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :want]
@@ -201,30 +201,22 @@ class EvictingLayer(SlotStore):
             return False
         elif self.uneven:  # victims are empty slots first; a row is full sooner or later than the others
             self.used = capacity
-            self.order = self._victims(self.held(), want)
+            self.order = self._next_victims(want)
         else:
             empty = torch.arange(self.used, capacity, device=self.device).expand(*self.pos.shape[:2], free)
-            self.order = torch.cat([empty, self._victims(self.held(), want - free)], dim=-1)
+            self.order = torch.cat([empty, self._next_victims(want - free)], dim=-1)
         self.cursor = 0
         return True
 
     def _overwrite(self, call: Call) -> Tensor:
         """Put the call's tokens over slots one by one; see the module's docstring."""
-        count, evicts = call.count, self.used + call.count > self.keys.shape[2]
-        target = self.order[..., self.cursor : self.cursor + count]  # [B, H, C]
-        self.cursor += count
+        count, taken = call.count, call.count * self.lanes
+        evicts = self.used + taken > self.keys.shape[2]
+        target = self.order[..., self.cursor : self.cursor + taken]  # [B, H, C]
+        self.cursor += taken
         if count == 1 and call.valid is None:
             self.write(target, call)
-            end = self.used
-            out, lse = decode_attention(
-                call.query,
-                self.keys[:, :, :end],
-                self.values[:, :, :end],
-                held=self.pos[:, :, :end] if self.uneven else None,
-                scale=self.scale,
-                softcap=self.softcap,
-                impl=self.config.impl,
-            )
+            out, lse = self._attend_one(call)
         else:
             out, lse = self._attend_all(call, target if evicts or self.uneven else None)
             self.write(target, call)
@@ -232,7 +224,9 @@ class EvictingLayer(SlotStore):
         if count == 1:
             self._keep_query(call, lse)
         elif self._observing:
-            self._observe(call.query, lse, call.pos, self.held(), own_keys_last=not (evicts or self.uneven))
+            slots = self.held()
+            self._observe(call.query, lse, call.pos, slots, own_keys_last=not (evicts or self.uneven))
+            self._store_observed(slots)
         return out
 
     def _cut(self, call: Call) -> Tensor:
@@ -243,9 +237,10 @@ class EvictingLayer(SlotStore):
         if self._observing:
             self._observe(call.query, lse, call.pos, slots, own_keys_last=True)
         slots = replace(slots, length=self.length, prompt_length=self.first_prompt)
+        by_head, slots = slots, self._flat(slots)
         capacity = self.keys.shape[2]
         gone = torch.zeros_like(slots.pos, dtype=torch.bool)
-        gone.scatter_(-1, self._victims(slots, slots.pos.shape[-1] - capacity), True)
+        gone.scatter_(-1, self._victims(by_head, slots.pos.shape[-1] - capacity), True)
         # What stays is laid out by position.
         keep = torch.where(gone, torch.iinfo(torch.int32).max, slots.pos).argsort(dim=-1, stable=True)[..., :capacity]
         for name, dim in SLOT_DIM.items():
@@ -255,39 +250,74 @@ class EvictingLayer(SlotStore):
         self.used, self.cursor, self.order = capacity, 0, self.order[..., :0]
         return out
 
+    def _attend_one(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Attention of a single query over the slots held, its own among them."""
+        end = self.used
+        return decode_attention(
+            call.query,
+            self.keys[:, :, :end],
+            self.values[:, :, :end],
+            held=self.pos[:, :, :end] if self.uneven else None,
+            scale=self.scale,
+            softcap=self.softcap,
+            impl=self.config.impl,
+        )
+
     def _attend_all(self, call: Call, target: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention of the call's queries over the slots held and the call's own tokens.
 
         ``target`` ``[B, H, C]`` names slots that the call's tokens overwrite one by one: a query does not see the ones
         that its own and earlier tokens replace.
         """
-        count, end = call.count, self.used
+        count = call.count
         how: Any = {"scale": self.scale, "softcap": self.softcap, "impl": self.config.impl}
-        if end == 0 and call.valid is None:
+        if self.used == 0 and call.valid is None:
             return decode_attention(call.query, call.key, call.value, causal=True, **how)
         own = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None]
-        held = (self.pos[:, :, None, :end] >= 0).expand(-1, -1, count, -1)
+        slots = self.held()
+        held = slots.valid[:, :, None].expand(-1, -1, count, -1)
         if target is not None:
-            rank = torch.full(self.pos.shape, count, dtype=torch.int64, device=self.device)
-            rank = rank.scatter(-1, target, torch.arange(count, device=self.device).expand_as(target))
-            held = held & (rank[:, :, None, :end] >= call.nth[:, None, :, None])
+            held = held & (self._outlives(target, count)[:, :, None] >= call.nth[:, None, :, None])
         if call.valid is not None:  # padding sees itself alone
             own = own & call.valid[:, None, :] & call.valid[:, :, None]
             own = own | torch.eye(count, dtype=torch.bool, device=self.device)
             held = held & call.valid[:, None, :, None]
         visible = torch.cat([held, own[:, None].expand(*held.shape[:3], count)], dim=-1)
-        keys = torch.cat([self.keys[:, :, :end], call.key], dim=2)
-        values = torch.cat([self.values[:, :, :end], call.value], dim=2)
+        keys = torch.cat([slots.keys, call.key], dim=2)
+        values = torch.cat([slots.values, call.value], dim=2)
         return decode_attention(call.query, keys, values, visible=visible, **how)
 
-    def _victims(self, slots: Slots, count: int) -> Tensor:
-        """``[B, H, count]`` slots that go next: protection, then the policy's score."""
+    def _outlives(self, target: Tensor, count: int) -> Tensor:
+        """``[B, H, S]`` how many of the call's tokens come before the one that replaces each slot held."""
+        rank = torch.full(self.pos.shape, count, dtype=torch.int64, device=self.device)
+        rank = rank.scatter(-1, target, torch.arange(count, device=self.device).expand_as(target))
+        return rank[..., : self.used]
+
+    # ---- eviction ----------------------------------------------------------------------------------------------
+
+    def _judged(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """The policy's score and what is protected from it, ``[B, H, S]`` both."""
         protect = self.config.budget.protect
         protected = protect.mask(slots.pos, slots.length, slots.prompt_length, self.guarded)
-        score = self.config.policy.score(slots)
+        return self.config.policy.score(slots), protected
+
+    def _chosen(self, score: Tensor, pos: Tensor, protected: Tensor, count: int) -> Tensor:
         if score.is_cuda and self.faults is None:
             self.faults = Faults(score.device)
-        return select_victims(score, slots.pos, protected, count, faults=self.faults, impl=self.config.impl)
+        return select_victims(score, pos, protected, count, faults=self.faults, impl=self.config.impl)
+
+    def _victims(self, slots: Slots, count: int) -> Tensor:
+        """``[B, H, count]`` slots of ``slots`` that go, in that order, as indices of what :meth:`_flat` makes of it."""
+        score, protected = self._judged(slots)
+        return self._chosen(score, slots.pos, protected, count)
+
+    def _next_victims(self, count: int) -> Tensor:
+        """``[B, H, count]`` slots in use that go next."""
+        return self._victims(self.held(), count)
+
+    def _flat(self, slots: Slots) -> Slots:
+        """What is by head, as it is stored."""
+        return slots
 
     # ---- observation -------------------------------------------------------------------------------------------
 
@@ -318,8 +348,12 @@ class EvictingLayer(SlotStore):
         count, self.open = self.open, 0
         self.order, self.cursor = self.order[..., :0], 0
         if self._observing:
-            query, lse = self.queries[:, :, :count], self.lse[:, :, :count]
-            self._observe(query, lse, self.query_pos[:, :count], self.held(), own_keys_last=False)
+            query, lse, slots = self.queries[:, :, :count], self.lse[:, :, :count], self.held()
+            self._observe(query, lse, self.query_pos[:, :count], slots, own_keys_last=False)
+            self._store_observed(slots)
+
+    def _store_observed(self, slots: Slots) -> None:
+        """Take back what was observed into :meth:`held` slots: here they are the stored ones."""
 
     def _observe(self, query: Tensor, lse: Tensor, query_pos: Tensor, slots: Slots, *, own_keys_last: bool) -> None:
         """Bring history and last-query mass of ``slots`` up to date with ``query``, in place."""
@@ -346,24 +380,3 @@ class EvictingLayer(SlotStore):
         recorder.blocks(self.config.index, slots.pos, mean_code, peak_code, observed.queries)
         if slots.state is not None:
             fold(slots.state, mean_code, peak_code, observed.queries, query_pos, slots.pos, block)
-
-
-def _own_validity(mask: Tensor | None, count: int) -> Tensor | None:
-    """``[B, C]`` bool, which of the call's columns are tokens; ``None`` when all are."""
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[-2:] != (count, count):
-        raise KvlearnError(
-            f"an EvictingCache takes a 2D attention mask [batch, tokens]; this model passed one of shape "
-            f"{tuple(mask.shape)} and dtype {mask.dtype}."
-        )
-    visible = mask[:, 0]
-    valid = visible.diagonal(dim1=-2, dim2=-1)
-    if count > 1:
-        causal = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril() & valid[:, None]
-        if bool(((visible != causal) & valid[:, :, None]).any()):  # rows of padding see whatever keeps sdpa finite
-            raise KvlearnError(
-                "this model's attention mask is not causal within one call, and an EvictingCache serves plain causal "
-                "attention over padded batches only."
-            )
-    return None if bool(valid.all()) else valid

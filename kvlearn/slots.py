@@ -86,6 +86,7 @@ class LayerConfig:
 
     ``unrotate`` is needed by a recorder and by policies that read keys before rotation; with ``compact``, the layer's
     rotary embedding, positions are those within the cache. ``rotary`` is the same for policies that read queries.
+    ``floor`` is the share of the budget that a head of a pool holds at least.
     """
 
     index: int
@@ -97,6 +98,7 @@ class LayerConfig:
     impl: Impl = "auto"
     compact: Unrotator | None = None
     rotary: Unrotator | None = None
+    floor: float = 0.0
 
 
 class SlotStore(CacheLayerMixin):
@@ -148,6 +150,7 @@ class SlotStore(CacheLayerMixin):
         for name in _ROW_STATE:
             setattr(self, name, None)
         self.is_initialized = False
+        self.lanes = 1  # slots that a token takes in these tensors: one, or in a pool one for each head
         self.seen = 0  # columns fed so far, padding included: what transformers calls the sequence length
         self.used = 0  # slots [0, used) may hold a token in some row
         self.cursor = 0  # next entry of `order`
@@ -161,7 +164,7 @@ class SlotStore(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all slots."""
         batch, heads, _, _ = key_states.shape
-        capacity = self.config.budget.slots or _GROWTH
+        capacity = (self.config.budget.slots or _GROWTH) * self.lanes
         self.device, self.dtype = key_states.device, key_states.dtype
         self.keys = key_states.new_zeros(batch, heads, capacity, key_states.shape[-1])
         self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
@@ -216,7 +219,7 @@ class SlotStore(CacheLayerMixin):
         )
         if self.plain is not None:
             store(self.plain, 2, target, call.plain, call.pos, call.valid is not None)
-        self.used = min(self.keys.shape[2], self.used + call.count)
+        self.used = min(self.keys.shape[2], self.used + target.shape[-1])
 
     def grow(self, needed: int) -> None:
         """Add slots; only without a budget."""
@@ -251,6 +254,10 @@ class SlotStore(CacheLayerMixin):
             positions = positions.gather(-1, order)
         window = self.config.policy.query_window
         self.recent, self.turned = query[:, :, -window:].clone(), positions[:, -window:].clone()
+
+    def positions(self) -> Tensor:
+        """``[B, H, S]`` int32 logical position of the token in each slot, -1 where empty."""
+        return self.pos
 
     def held(self) -> Slots:
         """What a policy may read of the slots in use."""

@@ -108,7 +108,7 @@ class Saved:
             tensors = {name: tensor.to(device) for name, tensor in self._under(f"layer.{i}").items()}
             with self.explained(f"layer {i} does not fit its cache"):
                 if isinstance(layer, SlotStore) and tensors:
-                    _check_slots(layer, tensors)
+                    _check_slots(layer, tensors, plain.get("lanes", 1))
                 if "keys" in tensors:
                     layer.lazy_initialization(tensors["keys"][:, :, :0], tensors["values"][:, :, :0])
                 for name, value in {**plain, **tensors}.items():
@@ -129,10 +129,11 @@ class Saved:
             raise KvlearnError(f"{self.path}: {fault} ({error}); the file is damaged, save the cache again.") from error
 
 
-def _check_slots(layer: SlotStore, tensors: Mapping[str, Tensor]) -> None:
+def _check_slots(layer: SlotStore, tensors: Mapping[str, Tensor], lanes: int) -> None:
     batch, heads, capacity = tensors["pos"].shape
-    if layer.config.budget.slots not in (None, capacity):
-        raise ValueError(f"pos has {capacity} slots of a budget of {layer.config.budget.slots}")
+    slots = layer.config.budget.slots
+    if slots is not None and capacity != slots * lanes:
+        raise ValueError(f"pos has {capacity} slots of a budget of {slots * lanes}")
     for name, tensor in tensors.items():
         expected: tuple[int, ...] = (batch,)
         found: tuple[int, ...] = tuple(tensor.shape[:1])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from kvlearn.errors import KvlearnError
 
 if TYPE_CHECKING:
@@ -79,3 +82,31 @@ def managed_layers(model: PreTrainedModel) -> tuple[list[Any], list[int]]:
     if not managed and not any(getattr(layer, "is_sliding", False) for layer in layers):
         raise KvlearnError(f"{name} has no attention layers, so there is nothing to evict; use its own cache.")
     return layers, managed
+
+
+def own_validity(mask: Tensor | None, count: int) -> Tensor | None:
+    """``[B, C]`` bool, which of a call's ``count`` columns are tokens; ``None`` when all are.
+
+    Args:
+        mask: ``[B, 1, C, C]`` bool over the call's own columns, or ``None``.
+
+    Raises:
+        KvlearnError: the mask is no such thing, or says more than causality and padding.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[-2:] != (count, count):
+        raise KvlearnError(
+            f"an EvictingCache takes a 2D attention mask [batch, tokens]; this model passed one of shape "
+            f"{tuple(mask.shape)} and dtype {mask.dtype}."
+        )
+    visible = mask[:, 0]
+    valid = visible.diagonal(dim1=-2, dim2=-1)
+    if count > 1:
+        causal = torch.ones(count, count, dtype=torch.bool, device=mask.device).tril() & valid[:, None]
+        if bool(((visible != causal) & valid[:, :, None]).any()):  # rows of padding see whatever keeps sdpa finite
+            raise KvlearnError(
+                "this model's attention mask is not causal within one call, and an EvictingCache serves plain causal "
+                "attention over padded batches only."
+            )
+    return None if bool(valid.all()) else valid

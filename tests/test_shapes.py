@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cache_helpers import BLOCK, NO_RECORDING, feed, generate, held, policy, prompt
+from cache_helpers import BLOCK, NO_RECORDING, feed, generate, held, policy, prompt, scorer
 
 import kvlearn
 from kvlearn.errors import KvlearnError
@@ -107,3 +108,21 @@ def test_budgets_that_cannot_hold_what_is_protected_are_refused(
 def test_defaults_depend_on_the_budget() -> None:
     assert [Budget.resolve(slots).block for slots in (16, 64, 128, 4096, None)] == [4, 16, 32, 32, 32]
     assert Budget.resolve(64).protect.recent == 16
+
+
+def test_a_scorer_brings_the_observation_it_was_trained_on(model: Any, recwarn: pytest.WarningsRecorder) -> None:
+    made = scorer(model)
+    made.config = replace(made.config, block=8, group_reduce="max")
+    one = kvlearn.EvictingCache(model, made, 128)
+    assert (one.block, one.group_reduce) == (8, "max")
+    assert len(recwarn) == 0
+    with pytest.warns(
+        UserWarning, match=r"trained on blocks of 8 .*'max', and this cache observes blocks of 4 with 'max'"
+    ):
+        one = kvlearn.EvictingCache(model, made, 16)  # which does not hold blocks of 8 beside what is protected
+    assert one.block == 4
+    with pytest.warns(UserWarning, match="blocks of 16 with 'mean'"):
+        one = kvlearn.EvictingCache(model, made, 128, block=16, group_reduce="mean")
+    assert (one.block, one.group_reduce) == (16, "mean")
+    other = kvlearn.EvictingCache(model, "tova", 128)
+    assert (other.block, other.group_reduce) == (32, "mean")

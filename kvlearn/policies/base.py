@@ -17,6 +17,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.kernels.launch import Impl
 from kvlearn.kernels.select import INFEASIBLE, NAN, select
 from kvlearn.rotary import Unrotator
+from kvlearn.shapes import GroupReduce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,6 +133,11 @@ class Policy:
             and getattr(self, field.name) != field.default
         ]
         return ":".join([self.name, *told])
+
+    @property
+    def trained_with(self) -> tuple[int, GroupReduce] | None:
+        """Block and group reduction of the attention that the policy was trained on; ``None``: any will do."""
+        return None
 
     def bind(self, model: PreTrainedModel) -> None:
         """Check that this policy can serve ``model``; raise :class:`KvlearnError` if not. Called once per cache."""

@@ -11,6 +11,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.features import value_norms
 from kvlearn.kernels.score import score as forecast
 from kvlearn.policies.base import Policy, Slots
+from kvlearn.shapes import GroupReduce
 
 Inputs = Literal["float16", "int8"]
 
@@ -54,6 +55,12 @@ class Learned(Policy):
     def label(self) -> str:
         """Where the scorer came from."""
         return self.source
+
+    @property
+    def trained_with(self) -> tuple[int, GroupReduce]:
+        """Block and group reduction of the traces that the scorer was trained on."""
+        config = self._scorer().config
+        return config.block, config.group_reduce
 
     def _scorer(self) -> Scorer:
         assert self.scorer is not None
