@@ -7,7 +7,7 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import compare, corpora, demo, generate, inspect, policies, report, trace
+from kvlearn.commands import bench, compare, corpora, demo, generate, inspect, policies, report, trace
 
 
 def register(app: typer.Typer) -> None:
@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command("trace")(trace.trace)
     app.command("generate")(generate.generate)
     app.command("compare")(compare.compare)
+    app.add_typer(bench.app, name="bench")
     app.command("inspect")(inspect.inspect)
     app.command("report")(report.report)
     app.command("policies")(policies.policies)

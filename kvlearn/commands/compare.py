@@ -125,11 +125,12 @@ def show(rows: list[Row], out: Path, commands: list[str]) -> None:
     from rich.console import Console
 
     from kvlearn.report import markdown_table, plot_png, render_table, write_report, write_results
+    from kvlearn.report.speed_views import speed_sections
     from kvlearn.rows import write_atomically
 
     console = Console()
     console.print(render_table(rows))
-    page = write_report(rows, out, commands=commands)
+    page = write_report(rows, out, commands=commands, extra_sections=speed_sections(out))
     plots = plot_png(rows, out)
     write_atomically(out / "table.md", markdown_table(rows).encode())
     write_results(rows, out / "results.json", "; ".join(commands))

@@ -1,0 +1,147 @@
+"""``kvlearn bench``: speed and memory, measured side by side in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlearn.commands import options
+from kvlearn.errors import KvlearnError
+
+if TYPE_CHECKING:
+    from kvlearn.bench.speed import Bench, Group, Notify
+
+app = typer.Typer(help="Speed and memory beside the stock cache, in one process.", no_args_is_help=True)
+
+Contexts = Annotated[str, typer.Option(help="Tokens fed before, with commas.")]
+Batches = Annotated[str, typer.Option(help="Rows, with commas.")]
+Budgets = Annotated[str, typer.Option(help="Slots per KV head and layer, with commas.")]
+Policies = Annotated[
+    str | None,
+    typer.Option(help="Names and folders of scorers, with commas; by default full,streaming,h2o and a shipped scorer."),
+]
+Out = Annotated[Path, typer.Option(help="Folder for speed.jsonl, report.html, the plot and the tables.")]
+Rounds = Annotated[int, typer.Option(help="Turns of every contender.")]
+Seconds = Annotated[float, typer.Option(help="Least duration of a turn.")]
+
+
+@app.command()
+def decode(
+    model: options.Model,
+    contexts: Contexts = "512,2048,8192",
+    batches: Batches = "1,8",
+    budgets: Budgets = "128,256,512",
+    policies: Policies = None,
+    preset: Annotated[
+        str | None, typer.Option(help="small: the races behind the project's targets, and tracing; minutes.")
+    ] = None,
+    data: Annotated[str, typer.Option(help="With --preset small: text to trace.")] = "stdlib",
+    out: Out = Path("bench"),
+    rounds: Rounds = 5,
+    seconds: Seconds = 1.0,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Race decode steps: tokens/s, milliseconds by part, bytes; a race that is done is not run again.
+
+    Beside policies, `stock-at-budget` is the stock cache with as many tokens as there are slots, and `kvpress-snapkv`
+    is kvpress's DecodingPress over SnapKVPress at the same slots, where kvpress is installed.
+    """
+    from kvlearn.bench.speed import small
+
+    if preset not in (None, "small"):
+        raise KvlearnError(f"unknown preset {preset!r}; there is small.")
+    wanted = [] if preset else _groups(model, contexts, batches, budgets, policies)
+
+    def work(bench: Bench, notify: Notify) -> None:
+        if preset:
+            bench.decode(small(_learned(model)), notify)
+            bench.trace(data, 5, 2048, notify)
+        else:
+            bench.decode(wanted, notify)
+
+    _run(model, out, rounds, seconds, dtype, device, threads, work)
+
+
+@app.command()
+def prefill(
+    model: options.Model,
+    contexts: Contexts = "512,2048",
+    batches: Batches = "1",
+    budgets: Budgets = "256",
+    policies: Policies = None,
+    out: Out = Path("bench"),
+    rounds: Rounds = 5,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Race whole prompts, from an empty cache to one that is cut to its budget."""
+    wanted = _groups(model, contexts, batches, budgets, policies)
+    _run(model, out, rounds, 0.0, dtype, device, threads, lambda bench, notify: bench.prefill(wanted, notify))
+
+
+@app.command()
+def trace(
+    model: options.Model,
+    data: Annotated[str, typer.Option(help="Text to trace: see `kvlearn corpora`.")] = "stdlib",
+    window: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
+    rounds: Rounds = 5,
+    out: Out = Path("bench"),
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Time tracing beside the plain forward pass (sdpa, no cache, all logits) of the same windows."""
+    _run(model, out, 1, 0.0, dtype, device, threads, lambda bench, notify: bench.trace(data, rounds, window, notify))
+
+
+def _groups(model: str, contexts: str, batches: str, budgets: str, policies: str | None) -> list[Group]:
+    from kvlearn.bench.speed import groups
+
+    names = options.names(policies) if policies is not None else ["full", "streaming", "h2o", _learned(model)]
+    return groups(
+        options.numbers(contexts, "--contexts"),
+        options.numbers(batches, "--batches"),
+        options.numbers(budgets, "--budgets"),
+        names,
+    )
+
+
+def _learned(model: str) -> str:
+    from kvlearn.shipped import shipped
+
+    return str(shipped("checkpoints", model))
+
+
+def _run(
+    model: str,
+    out: Path,
+    rounds: int,
+    seconds: float,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    work: Callable[[Bench, Notify], None],
+) -> None:
+    from rich.console import Console
+
+    from kvlearn.bench.speed import Bench
+    from kvlearn.progress import bar
+    from kvlearn.report.speed import speed_store
+    from kvlearn.report.speed_views import speed_table, write_speed
+
+    loaded = options.load(model, dtype, device, threads)
+    with speed_store(out) as store:
+        with bar("bench") as progress:
+            work(Bench(loaded, store, rounds, seconds), progress)
+        rows = store.rows
+    console = Console()
+    console.print(speed_table(rows))
+    files = write_speed(rows, out, [" ".join(["kvlearn", *sys.argv[1:]])])
+    console.print(f"page {files[0]}, {', '.join(file.name for file in files[1:])}, speed.jsonl")
