@@ -41,9 +41,9 @@ DEFAULT_FLOOR = 0.2
 class EvictingCache(Cache):
     """A transformers cache that never holds more than ``budget`` slots per KV head and layer.
 
-    Pass it to ``model.generate(..., past_key_values=cache)``, or to the model itself. The model must use
-    ``attn_implementation="kvlearn"`` (see :func:`kvlearn.enable`). One cache serves one batch, over any number of
-    turns.
+    Pass it to ``model.generate(..., cache=cache)`` (``past_key_values`` before transformers 5.24), or to the model
+    itself. The model must use ``attn_implementation="kvlearn"`` (see :func:`kvlearn.enable`). One cache serves one
+    batch, over any number of turns.
 
     Args:
         model: the model that will use the cache.
