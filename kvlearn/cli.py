@@ -28,6 +28,7 @@ EXTRA_OF = {
     "jinja2": "report",
     "jsonargparse": "train",
     "lightning": "train",
+    "lm_eval": "eval",
     "matplotlib": "report",
     "tensorboard": "train",
     "torchmetrics": "train",

@@ -7,7 +7,7 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import bench, compare, corpora, demo, generate, inspect, policies, report, trace
+from kvlearn.commands import bench, compare, corpora, demo, generate, inspect, lm_eval, policies, report, tasks, trace
 
 
 def register(app: typer.Typer) -> None:
@@ -20,4 +20,6 @@ def register(app: typer.Typer) -> None:
     app.command("inspect")(inspect.inspect)
     app.command("report")(report.report)
     app.command("policies")(policies.policies)
+    app.command("tasks")(tasks.tasks)
     app.command("corpora")(corpora.corpora)
+    app.command("lm-eval", context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)

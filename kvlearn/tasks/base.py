@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Question:
 
     Args:
         ids: ``[Q]`` int64 tokens, the answer's among them.
-        answer: ``[Q]`` bool, which of them the model must give; never the first.
+        answer: ``[Q]`` bool, which of them the model must give; if the first is one, the context's end predicts it.
         contains: texts that a generated answer must contain; for questions that are answered by generating instead of
             teacher-forced, whose ``ids`` are then the question alone.
         new_tokens: how many tokens may be generated.
@@ -76,7 +76,8 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         """Cases of equal shape may be rows of one batch."""
-        return len(self.input_ids), self.prompt, len(self.questions)
+        generated = [len(question.ids) for question in self.questions if question.new_tokens]  # takes no padding
+        return len(self.input_ids), self.prompt, len(self.questions), *generated
 
     def texts(self) -> list[Tensor]:
         """``[T + Q]`` int64 the whole text of every question: context, question, answer."""
@@ -167,12 +168,24 @@ class Run:
         """Budget of every layer that has one; empty for a cache without bound."""
         return [budget.slots for budget in self.cache.budgets if budget.slots is not None]
 
-    def read(self, input_ids: Tensor, prompt: int = 0) -> None:
-        """Feed a context ``[B, T]``: its prompt in one call, the rest as if token by token."""
-        start = 0
+    def read(self, input_ids: Tensor, prompt: int = 0) -> Tensor:
+        """Feed a context ``[B, T]``: its prompt in one call, the rest as if token by token.
+
+        Returns:
+            ``[B, 1, vocabulary]`` logits after the last token.
+        """
+        logits, start = torch.empty(0), 0
         for end in block_ends(input_ids.shape[1], self.slots, self.cache.block, prompt):
-            self.feed(input_ids[:, start:end], logits=False)
+            logits = self.feed(input_ids[:, start:end], logits=False)
             start = end
+        return logits
+
+    def ask(self, input_ids: Tensor, valid: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Feed ``[B, C]`` tokens that follow a context as if token by token: columns, and their logits."""
+        length, block = input_ids.shape[1], self.cache.block
+        for start in range(0, length, block if self.slots else length or 1):
+            part = slice(start, start + block if self.slots else length)
+            yield part, self.feed(input_ids[:, part], valid=None if valid is None else valid[:, part])
 
     def branch(self) -> Run:
         """A copy that goes its own way from here."""
@@ -226,8 +239,8 @@ class Measurement:
 class Task(ABC):
     """Base of all tasks.
 
-    Class attributes:
-        name: what the user types.
+    Attributes:
+        name: what the user types, and what rows call it.
         summary: one line.
         metrics: names of :data:`kvlearn.rows.METRICS` that every case gets.
         variants: what the domains of its cases are called; empty where documents have domains of their own.
@@ -235,12 +248,12 @@ class Task(ABC):
         no_oracle: why the future cannot be recorded; empty where it can.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    metrics: ClassVar[tuple[str, ...]]
-    variants: ClassVar[tuple[str, ...]] = ()
-    window: ClassVar[int | None] = 2048
-    no_oracle: ClassVar[str] = ""
+    name: str
+    summary: str
+    metrics: tuple[str, ...]
+    variants: tuple[str, ...] = ()
+    window: int | None = 2048
+    no_oracle: str = ""
 
     @abstractmethod
     def cases(self, material: Material) -> list[Case]:
