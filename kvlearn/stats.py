@@ -79,6 +79,7 @@ class SummaryRow:
         less_loss, less_lo, less_hi: 1 - loss / the best heuristic's loss.
         p: Against the best heuristic, Holm-corrected over the cell's policies; None for full, oracle and itself.
         best_heuristic: Whether this is the heuristic (or floor) with the least mean loss.
+        solved: Share of the questions that the full cache answers, of tasks that ask any.
         errors: Rows of this policy in this cell that failed or hold no finite number.
         notes: What a reader must know about these figures.
     """
@@ -107,8 +108,14 @@ class SummaryRow:
     less_hi: float | None = None
     p: float | None = None
     best_heuristic: bool = False
+    solved: float | None = None
     errors: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def unsolved(self) -> bool:
+        """Whether the full cache itself fails the task, which then says little about policies."""
+        return self.solved is not None and self.solved < SOLVED
 
 
 def bootstrap_interval(values: npt.ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -308,12 +315,10 @@ def _share(part: Array, whole: Array, documents: int) -> tuple[float | None, flo
 
 def _plain_figures(data: CellData, policy: str) -> SummaryRow:
     """Everything that is a plain mean, maximum or quotient."""
-    own, tokens = data.column(policy, "bytes"), data.column(policy, "tokens")
-    full = _full_bytes(data, policy)
+    own, tokens, full = data.column(policy, "bytes"), data.column(policy, "tokens"), _full_bytes(data, policy)
     both = np.isfinite(own) & np.isfinite(full) & (own > 0)
     time = tokens / data.column(policy, lambda row: number(row.get("tokens_per_s")) or math.nan)
-    timed = np.isfinite(time)
-    slots = data.column(policy, lambda row: number(row.get("slots")))
+    timed, slots = np.isfinite(time), data.column(policy, "slots")
     return SummaryRow(
         data.cell,
         policy,
@@ -328,8 +333,15 @@ def _plain_figures(data: CellData, policy: str) -> SummaryRow:
         compression=float(full[both].sum() / own[both].sum()) if both.any() else None,
         tokens_per_s=float(tokens[timed].sum() / time[timed].sum()) if time[timed].sum() > 0 else None,
         scorer_share=_mean(data.column(policy, "scorer_share")),
+        solved=_solved(data, policy),
         errors=len(data.failed[policy]),
     )
+
+
+def _solved(data: CellData, policy: str) -> float | None:
+    """From the rows; else, of a metric that counts right answers, the full cache's own."""
+    told, counts = _mean(data.column(policy, "solved")), metric_info(data.cell.metric).higher_is_better
+    return _mean(data.column(policy, "full_value")) if told is None and counts else told
 
 
 def _full_bytes(data: CellData, policy: str) -> Array:
@@ -363,17 +375,16 @@ def _cell_notes(data: CellData, lines: Sequence[SummaryRow]) -> tuple[str, ...]:
         notes.append(f"The best heuristic, {best.policy}, loses nothing: there is no loss to save.")
     elif best is not None and "oracle" in kinds and best.gap_closed is None:
         notes.append(f"The best heuristic, {best.policy}, loses no more than the oracle: there is no gap to close.")
-    full = next((line.full_value for line in lines if line.full_value is not None), None)
-    if metric_info(data.cell.metric).higher_is_better and full is not None and full < SOLVED:
-        notes.append(f"The full cache itself reaches only {full:.2f}: this task says little about policies.")
+    if lines[0].unsolved:
+        notes.append(f"The full cache itself solves only {lines[0].solved:.2f}: this task says little about policies.")
     return tuple(notes)
 
 
 def _policy_notes(data: CellData, line: SummaryRow) -> tuple[str, ...]:
     notes = []
     if line.loss is None:
-        finished = len(data.good[line.policy])
-        notes.append(f"{line.policy} finished {finished} of {len(data.all_docs)} documents: too few to compare.")
+        finished = f"{len(data.good[line.policy])} of {len(data.all_docs)}"
+        notes.append(f"{line.policy} finished {finished} documents: too few to compare.")
     if line.errors:
         notes.append(f"{line.policy}: {line.errors} failed {'row' if line.errors == 1 else 'rows'}.")
     return tuple(notes)

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pytest
 from fake_rows import POLICIES, fake_row, fake_rows
 from rich.console import Console
@@ -16,6 +19,7 @@ from rich.console import Console
 from kvlearn.errors import KvlearnError
 from kvlearn.report import Section, markdown_table, plot_png, render_table, write_report
 from kvlearn.report.html import HERE
+from kvlearn.report.kept import pictures
 from kvlearn.report.plots import outliers, policy_styles
 from kvlearn.report.tables import decimal, memory, p_value, panels, percent, short_names, speed, times, with_interval
 from kvlearn.rows import Row
@@ -268,7 +272,57 @@ def test_the_page_holds_every_line_of_the_table(tmp_path: Path) -> None:
     assert html.count("<tr class=") == len(lines)
     for line in lines:
         assert with_interval(decimal, line.loss, line.lo, line.hi) in page.texts["td"]
-    assert page.texts["h3"].count("lm · negative log-likelihood") == 1
+    assert page.texts["h4"].count("lm · negative log-likelihood") == 1
+
+
+def kept(last: str, first: str = "9900") -> dict[str, Any]:
+    return {"tokens": 8, "seen": [4, 8], "lines": [first, last]}
+
+
+def test_the_page_shows_what_was_kept(tmp_path: Path) -> None:
+    rows = fake_rows(budgets=(128, 256), docs=3)
+    pictured = {("ema", 128): "0099", ("streaming", 128): "9009", ("ema", 256): "4499", (EVIL, 256): "0900"}
+    rows += [fake_row(policy=EVIL, budget=256, doc="news-00", domain="news")]
+    for (policy, budget), last in pictured.items():
+        row = next(row for row in rows if (row["policy"], row["budget"], row["doc"]) == (policy, budget, "news-00"))
+        row["kept"] = kept(last)
+    rows[0]["kept"] = kept("9999")
+    assert (rows[0]["policy"], rows[0]["budget"]) == ("full", None)
+    small, large = pictures(rows)
+    assert (small.budget, large.budget) == (128, 256)
+    assert (small.tokens, small.first, small.doc) == (8, 4, "news-00")
+    assert [picture.policy for picture in small.pictures] == ["full", "ema", "streaming"]
+    assert len(large.pictures) == 3
+    told = "streaming after 8 tokens holds, of the four quarters of the text, 100%, 0%, 0% and 100%"
+    assert small.pictures[2].about == told
+    data = base64.b64decode(small.pictures[1].image.partition(",")[2])
+    image = matplotlib.image.imread(io.BytesIO(data), format="png")
+    np.testing.assert_allclose(image[..., -1], [[1, 1, 0, 0], [0, 0, 1, 1]])
+    html, page = read_page(write_report(rows, tmp_path))
+    assert html.count('class="picture"') == 6
+    assert "What was kept" in page.texts["h2"]
+    assert "<img" not in html
+    assert "What was kept" not in read_page(write_report(fake_rows(docs=2), tmp_path / "without"))[1].texts["h2"]
+
+
+def test_an_unsolved_task_is_marked_and_concludes_nothing(tmp_path: Path) -> None:
+    rows = [row | ({"solved": 0.2} if row["task"] == "passkey" else {}) for row in fake_rows()]
+    html, page = read_page(write_report(rows, tmp_path))
+    assert html.count("not solved by the full cache</span>") == 1
+    cards = [text for text in page.texts["h3"] if "slots" in text]
+    assert cards
+    assert all(text.startswith("lm") for text in cards), "no verdict from a task that the full cache fails"
+    assert "### passkey · accuracy, which the full cache does not solve" in markdown_table(rows)
+    assert "### lm · negative log-likelihood\n" in markdown_table(rows)
+
+
+def test_parts_of_a_metric_are_put_away_below_it(tmp_path: Path) -> None:
+    rows = fake_rows(tasks=(("lm", "nll"), ("lm", "kl")), docs=3)
+    rows += [row | {"metric": "nll/first-use"} for row in rows if row["metric"] == "nll"]
+    html, page = read_page(write_report(rows, tmp_path))
+    assert "Parts of it: 1" in page.texts["summary"]
+    assert html.index("Parts of it") > html.index("<h4>lm · KL divergence from the full cache</h4>")
+    assert all("first-use" not in text for text in page.texts["h3"]), "parts give no verdicts"
 
 
 def test_the_page_carries_its_rows(tmp_path: Path) -> None:

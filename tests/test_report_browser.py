@@ -23,6 +23,10 @@ pytestmark = IN_BROWSER
 RECALLED = [fake_row(task="recall", metric="accuracy", policy=EVIL, doc=str(d), value=d % 2) for d in range(9)]
 FAILED = fake_row(policy="h2o", doc=EVIL, domain="news", task="lm", budget=128, error=EVIL)
 ROWS = [*fake_rows(seeds=(0, 1)), FAILED, *(row | {"full_value": 1.0} for row in RECALLED)]
+KEPT = {"tokens": 960, "seen": [480, 960], "lines": ["9" * 48 + "0" * 48, "9" * 8 + "0" * 64 + "9" * 24]}
+for _row in ROWS:
+    if _row["doc"] == "news-00" and _row["metric"] == "nll" and _row["policy"] in ("full", "ema", "streaming"):
+        _row["kept"] = KEPT
 LINES = 2 * 3 * len(POLICIES) + 1
 # A column of the table, by its heading, as the visible lines hold it.
 COLUMN = """
@@ -280,7 +284,7 @@ def test_the_rows_can_be_downloaded(look: Callable[..., Chrome], page: str) -> N
 
 def test_names_from_outside_do_no_harm(look: Callable[..., Chrome], page: str) -> None:
     chrome = look(page)
-    chrome.find_element("tag name", "summary").click()
+    chrome.find_element("css selector", "[aria-labelledby=table] summary").click()
     assert EVIL in chrome.find_element("css selector", "details table").text
     assert EVIL in shown(chrome, "Policy")
     assert "script>" in [each.text for each in chrome.find_elements("css selector", ".legend button")]
@@ -301,3 +305,43 @@ def test_everything_can_be_reached_by_keyboard(look: Callable[..., Chrome], page
     assert {"Policy", "Loss [95%]", "Failed rows", "Results, scrolls sideways", "Commands"} <= reached
     assert {str(number) for number in range(len(POLICIES))} <= reached
     assert any("Loss against budget" in name for name in reached)
+
+
+@pytest.fixture(scope="module")
+def page_of_parts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = fake_rows(docs=4)
+    rows += [row | {"metric": "nll/first-use"} for row in rows if row["metric"] == "nll"]
+    rows = [row | ({"solved": 0.1} if row["task"] == "passkey" else {}) for row in rows]
+    return write_report(rows, tmp_path_factory.mktemp("parts")).as_uri()
+
+
+def test_parts_are_seen_when_they_are_opened(look: Callable[..., Chrome], page_of_parts: str) -> None:
+    chrome = look(page_of_parts)
+    part = chrome.find_element("css selector", "details .quality svg")
+    assert not part.is_displayed()
+    click(chrome, chrome.find_element("xpath", "//summary[starts-with(., 'Parts of it')]"))
+    assert part.is_displayed()
+    assert len(part.find_elements("css selector", ".mark")) > len(POLICIES)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_unsolved_task_says_so_at_every_place(look: Callable[..., Chrome], page_of_parts: str, scheme: str) -> None:
+    chrome = look(page_of_parts, scheme=scheme)
+    (tag,) = chrome.find_elements("css selector", "h3 .unsolved")
+    assert tag.text == "not solved by the full cache"
+    tags = "return [...document.querySelectorAll('#results tbody .tag')].map((each) => each.textContent)"
+    assert sum("not solved" in text for text in chrome.execute_script(tags)) == 3 * len(POLICIES)
+    assert chrome.execute_script(FAINT)[1] == []
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_what_was_kept_is_seen_and_told(look: Callable[..., Chrome], page: str, width: int) -> None:
+    chrome = look(page, width=width)
+    found = chrome.find_elements("css selector", "details[open] .picture")
+    assert len(found) == 3, "full, ema and streaming"
+    for picture in found:
+        assert picture.size["width"] > 100
+        assert "holds, of the four quarters of the text" in picture.get_attribute("aria-label")
+        mask = "return getComputedStyle(arguments[0]).maskImage || getComputedStyle(arguments[0]).webkitMaskImage"
+        assert chrome.execute_script(mask, picture).startswith('url("data:image/png')
+    assert chrome.execute_script("return document.documentElement.scrollWidth <= innerWidth")

@@ -321,7 +321,12 @@ def test_only_failures_and_no_rows_at_all() -> None:
 
 def test_a_task_that_the_full_cache_does_not_solve_is_reported_as_such() -> None:
     rows = [row | {"metric": "accuracy", "value": 0.1, "full_value": 0.3} for row in losses(h2o=("heuristic", [0] * 8))]
-    assert any("full cache itself reaches only 0.30" in note for note in summary(rows)[0].notes)
+    (line,) = summary(rows)
+    assert any("full cache itself solves only 0.30" in note for note in line.notes)
+    assert line.unsolved
+    answered = [row | {"metric": "answer_nll", "value": 3.0, "full_value": 2.0, "solved": 0.25} for row in rows]
+    assert summary(answered)[0].unsolved, "another metric of the same task is told by its rows"
+    assert not summary([row | {"solved": 0.5} for row in answered])[0].unsolved
 
 
 @pytest.mark.parametrize("field", ["slots", "bytes", "state_bytes", "tokens", "tokens_per_s"])

@@ -15,6 +15,7 @@ from kvlearn.cells import CellData, cells
 from kvlearn.errors import KvlearnError
 from kvlearn.report import tables
 from kvlearn.report.html import write_page
+from kvlearn.report.kept import pictures
 from kvlearn.report.plots import Style, outliers, policy_styles
 from kvlearn.report.tables import Panel, panels, short_names
 from kvlearn.rows import Row, dump_rows, metric_info
@@ -99,6 +100,8 @@ def write_report(
         row_count=len(rows),
         verdicts=_verdicts(shown),
         panels=shown,
+        tasks=_by_task(shown),
+        kept=pictures(rows),
         columns=_columns(lines),
         lines=[line for panel in shown for line in panel.lines],
         failures=[row for row in rows if row.get("error")],
@@ -113,10 +116,18 @@ def write_report(
     return path
 
 
+def _by_task(shown: Sequence[Panel]) -> dict[str, list[tuple[int, Panel]]]:
+    """Panels with their numbers, by task; parts of a metric come after whole ones."""
+    found: dict[str, list[tuple[int, Panel]]] = {}
+    for number, panel in sorted(enumerate(shown), key=lambda pair: pair[1].is_part):
+        found.setdefault(panel.task, []).append((number, panel))
+    return found
+
+
 def _verdicts(shown: Sequence[Panel]) -> list[dict[str, Any]]:
-    """For every cell with a learned policy: the best of them beside the best heuristic."""
+    """For every solved cell with a learned policy: the best of them beside the best heuristic."""
     found = []
-    for panel in shown:
+    for panel in (panel for panel in shown if not panel.unsolved and not panel.is_part):
         for budget in panel.budgets:
             lines = [line for line in panel.lines if line.cell.budget == budget]
             learned = min((x for x in lines if x.kind == "learned" and x.loss is not None), key=_loss, default=None)

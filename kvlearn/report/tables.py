@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING = "-"
+UNSOLVED = ", which the full cache does not solve"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,21 @@ class Panel:
     slug: str
     metric: Metric
     lines: tuple[SummaryRow, ...]
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self.lines[0].cell.task
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a part of another metric, as in ``nll/first-use``."""
+        return "/" in self.lines[0].cell.metric
+
+    @property
+    def unsolved(self) -> bool:
+        """Whether the full cache itself fails the task: nothing is concluded from it."""
+        return any(line.unsolved for line in self.lines)
 
     @property
     def budgets(self) -> list[int]:
@@ -100,7 +116,7 @@ def _terminal_table(panel: Panel) -> Table:
     counts = sorted({line.n for line in panel.lines if line.n})
     documents = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0] if counts else 0)
     table = Table(
-        title=Text(f"{panel.title} ({documents} documents)"),
+        title=Text(f"{panel.title} ({documents} documents){UNSOLVED if panel.unsolved else ''}"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -160,7 +176,7 @@ def markdown_table(rows: Iterable[Row]) -> str:
 
 
 def _markdown_panel(panel: Panel) -> str:
-    text = [f"### {_markdown(panel.title)}", "", _markdown_row(MARKDOWN_COLUMNS)]
+    text = [f"### {_markdown(panel.title)}{UNSOLVED if panel.unsolved else ''}", "", _markdown_row(MARKDOWN_COLUMNS)]
     text.append(_markdown_row(["---:", ":---", *["---:"] * (len(MARKDOWN_COLUMNS) - 2)]))
     for line in panel.lines:
         name = _markdown(line.policy)
