@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from kvlearn.tasks import words
 from kvlearn.tasks.base import Case, Material, Question
 from kvlearn.tasks.filler import hidden
 from kvlearn.tasks.questions import QuestionTask
+
+# How a line begins, and how it goes on. Each begins in its own way, because small models mix up those that do not.
+_LINES: list[tuple[str, Callable[[random.Random], str]]] = [
+    ("The captain sailed to", lambda rng: f" {words.city(rng)} with {words.digits(rng, 2)} sailors on board."),
+    ("A letter from my uncle", lambda rng: f" {words.person(rng)} came in the year {words.year(rng)}."),
+    ("Under the old tree lay a", lambda rng: f" {words.two_words(rng)} and {words.digits(rng, 3)} coins."),
+    ("Grandmother kept a picture of", lambda rng: f" {words.city(rng)} behind the {words.two_words(rng)}."),
+    ("On Sunday the teacher met", lambda rng: f" {words.person(rng)} near a {words.two_words(rng)}."),
+    ("Nobody knew the song about", lambda rng: f" the {words.two_words(rng)} from {words.city(rng)}."),
+]
 
 
 class DelayedCopy(QuestionTask):
@@ -25,15 +36,10 @@ class DelayedCopy(QuestionTask):
         domains, facts, questions = [], [], []
         for number in range(material.docs):
             rng = material.random(self.name, number)
-            names = rng.sample(words.FIRST_NAMES, 4 if number % 2 else 2)
-            lines = [(f"\n{name} carried the", _rest(rng)) for name in names]
+            chosen = rng.sample(_LINES, 4 if number % 2 else 2)
+            lines = [(f"\n{begin}", make(rng)) for begin, make in chosen]
             passage = "".join(begin + rest for begin, rest in lines)
             domains.append(self.variants[number % 2])
             facts.append([f"\n{passage}\n{passage}\n"])
             questions.append([Question.of(material.tokenizer, begin, rest) for begin, rest in lines])
         return hidden(material, domains, facts, questions, within=0.25, prompt=0.25)
-
-
-def _rest(rng: random.Random) -> str:
-    start, end = rng.sample(words.CITIES, 2)
-    return f" {words.two_words(rng)} from {start} to {end}."
