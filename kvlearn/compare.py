@@ -143,13 +143,14 @@ class Comparison:
 
     def _cells(self, task: Task) -> Iterator[Cell]:
         settings = self.settings
-        if Oracle.name in settings.policies and task.no_oracle:
-            self.skipped.append(f"{task.name}: no oracle, because {task.no_oracle}.")
         for budget in settings.budgets:
             self._shared_out(budget)  # what is too small, or no allocation, is refused before anything is measured
             for spec in settings.policies:
                 parsed = policies.parse(spec)
                 oracle = parsed is not None and parsed[0] == Oracle.name
+                if oracle and task.no_oracle:
+                    self._skip(f"{task.name}: no {spec}, because {task.no_oracle}.")
+                    continue
                 policy = None if oracle else policies.resolve(spec)
                 seeded = policy is not None and hasattr(policy, "seed")
                 for seed in settings.seeds if seeded else settings.seeds[:1]:
@@ -157,6 +158,10 @@ class Comparison:
                     if own is not None and not hasattr(own, "open_cache"):
                         own.bind(self.model)
                     yield Cell(task, spec, own, budget, seed, foresight(spec) if oracle else None)
+
+    def _skip(self, what: str) -> None:
+        if what not in self.skipped:
+            self.skipped.append(what)
 
     def run(self, notify: Notify | None = None) -> None:
         """Measure every cell that has no row yet.
