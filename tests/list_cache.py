@@ -43,7 +43,7 @@ class Row:
     """One row of the batch: a list of tokens per KV head."""
 
     heads: list[list[Token]]
-    plan: list[list[Token | None]]  # per head, what the next tokens replace; None is an empty slot
+    plan: list[list[Token | None]]  # per head, or one for a pool: what the next tokens replace; None is an empty slot
     length: int = 0
     open: int = 0  # its queries in the open block
 
@@ -54,6 +54,7 @@ class ListCache:
     Args:
         rows, heads, budget, block, sinks, scale: sizes; ``recent`` is one block.
         score: of a head and a position; higher is kept.
+        floor: with a pool, the tokens that each head keeps at least; ``None`` gives every head its own budget.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class ListCache:
         sinks: int,
         scale: float,
         score: Callable[[int, int], float],
+        floor: int | None = None,
     ) -> None:
+        self.floor = floor
+        self.lanes = 1 if floor is None else heads  # of a plan, for each token
         self.budget, self.block, self.sinks, self.scale, self.score = budget, block, sinks, scale, score
         self.rows = [Row([[] for _ in range(heads)], [[] for _ in range(heads)]) for _ in range(rows)]
         self.seen = self.used = self.open = self.planned = 0
@@ -90,7 +94,7 @@ class ListCache:
                     self.put(row, key[b, :, i], value[b, :, i], None if cut else plans)
                     out[b, :, i] = self.attend(row, query[b, :, i], i if count > 1 else None)
             if count == 1:  # a row that sits a step out leaves its slot as it is
-                row.plan = [head[1:] for head in row.plan]
+                row.plan = [plan[self.lanes :] for plan in row.plan]
                 row.open += int(valid[b, 0])
         self.seen, self.used = self.seen + count, min(self.budget, self.used + count)
         if count == 1:
@@ -102,9 +106,8 @@ class ListCache:
             self.planned = 0
         if cut:
             for row in self.rows:
-                for h, held in enumerate(row.heads):
-                    gone = self.victims(row, h, max(0, len(held) - self.budget))
-                    row.heads[h] = [t for t in held if t not in gone]
+                for h, gone in self.surplus(row):
+                    row.heads[h] = [t for t in row.heads[h] if t is not gone]
         return out
 
     def make_plan(self, count: int) -> bool:
@@ -118,22 +121,47 @@ class ListCache:
         if free < want and self.padded:
             self.used = self.budget
         for row in self.rows:
-            for h, held in enumerate(row.heads):
-                empty = min(want, self.budget - len(held))
-                row.plan[h] = [None] * empty + self.victims(row, h, want - empty)
+            if self.floor is None:
+                for h, held in enumerate(row.heads):
+                    empty = min(want, self.budget - len(held))
+                    row.plan[h] = [None] * empty + self.victims(row, h, want - empty)
+            else:
+                all_want = want * len(row.heads)
+                empty = min(all_want, -self.over(row))
+                gone = self.pool_victims(row, all_want - empty, min(self.floor, self.budget - self.block))
+                row.plan = [[None] * empty + [t for _, t in gone]]
         self.planned = want
         return True
+
+    def over(self, row: Row) -> int:
+        """Tokens that a row's pool holds beyond its budget; below 0, what it has room for."""
+        return sum(len(held) - self.budget for held in row.heads)
+
+    def surplus(self, row: Row) -> list[tuple[int, Token]]:
+        """Head and token of what a row holds beyond its budget."""
+        if self.floor is not None:
+            return self.pool_victims(row, max(0, self.over(row)), self.floor)
+        most = [(h, max(0, len(held) - self.budget)) for h, held in enumerate(row.heads)]
+        return [(h, t) for h, count in most for t in self.victims(row, h, count)]
+
+    def pool_victims(self, row: Row, count: int, least: int) -> list[tuple[int, Token]]:
+        """Head and token of the lowest scores of all heads; no head falls below ``least``."""
+        free = []
+        for h, held in enumerate(row.heads):
+            open_to_all = self.victims(row, h, len(held))
+            free += [(h, t) for t in open_to_all[: max(0, len(held) - max(least, len(held) - len(open_to_all)))]]
+        return sorted(free, key=lambda one: (self.score(one[0], one[1].pos), one[1].pos, one[0]))[:count]
 
     def victims(self, row: Row, h: int, count: int) -> list[Token]:
         free = [t for t in row.heads[h] if t.pos >= self.sinks and row.length - t.pos > self.block]
         return sorted(free, key=lambda t: (self.score(h, t.pos), t.pos))[:count]
 
     def put(self, row: Row, keys: Vector, values: Vector, plans: list[list[Token | None]] | None) -> None:
-        for h, held in enumerate(row.heads):
-            victim = None if plans is None else plans[h].pop(0)
-            if victim is not None:
-                row.heads[h] = held = [t for t in held if t is not victim]
-            held.append(Token(row.length, keys[h], values[h]))
+        for h in range(len(row.heads)):
+            victim = None if plans is None else plans[h if self.floor is None else 0].pop(0)
+            for other, kept in enumerate(row.heads):
+                row.heads[other] = [t for t in kept if t is not victim]
+            row.heads[h].append(Token(row.length, keys[h], values[h]))
         row.length += 1
 
     def attend(self, row: Row, query: Vector, column: int | None) -> Vector:

@@ -33,7 +33,7 @@ from kvlearn.layer import EvictingLayer
 from kvlearn.policies.base import Policy, Slots
 
 STEPS = 2000
-SINKS, MOST_ROWS = 2, 4
+HEADS, SINKS, MOST_ROWS = 2, 2, 4
 
 
 def score(head: int, pos: int) -> float:
@@ -80,18 +80,25 @@ class CacheLife(RuleBasedStateMachine):
         self.patch.stop()
 
     @initialize(
-        rows=st.integers(1, 3), budget=st.sampled_from([10, 12, 17]), block=st.sampled_from([1, 3, 4]), data=st.data()
+        rows=st.integers(1, 3),
+        budget=st.sampled_from([10, 12, 17]),
+        block=st.sampled_from([1, 3, 4]),
+        floor=st.sampled_from([None, None, 0.0, 0.5, 1.0]),
+        data=st.data(),
     )
-    def begin(self, rows: int, budget: int, block: int, data: Any) -> None:
+    def begin(self, rows: int, budget: int, block: int, floor: float | None, data: Any) -> None:
+        pool: dict[str, Any] = {} if floor is None else {"allocation": "pooled", "floor": floor}
         self.cache = kvlearn.EvictingCache(
-            self.model, Shuffled(), budget, block=block, protect=kvlearn.Protection(sinks=SINKS)
+            self.model, Shuffled(), budget, block=block, protect=kvlearn.Protection(sinks=SINKS), **pool
         )
         self.budget, self.block = budget, block
+        self.floor = None if floor is None else round(floor * budget)
         self.restart(rows)
         self.feed_padded(data, data.draw(st.integers(1, 30)))
 
     def restart(self, rows: int) -> None:
-        self.plain = ListCache(rows, 2, self.budget, self.block, SINKS, self.model.config.head_dim**-0.5, score)
+        scale = self.model.config.head_dim**-0.5
+        self.plain = ListCache(rows, HEADS, self.budget, self.block, SINKS, scale, score, self.floor)
         self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         self.token = 0
 
@@ -184,20 +191,23 @@ class CacheLife(RuleBasedStateMachine):
         (layer,) = self.cache.evicting_layers()
         assert self.cache.get_seq_length() == self.plain.seen
         assert layer.length.tolist() == [row.length for row in self.plain.rows]
-        assert layer.keys.shape[2] == layer.values.shape[2] == layer.pos.shape[2] == self.budget
-        means = history.field(layer.state, "mean")
+        stored = (layer.keys, layer.values, layer.pos)
+        assert [t.shape[1] * t.shape[2] for t in stored] == [HEADS * self.budget] * 3
+        found = layer.held()
+        means = history.field(found.state, "mean")
         for b, row in enumerate(self.plain.rows):
+            assert sum(map(len, row.heads)) <= HEADS * self.budget
             for h, held in enumerate(row.heads):
-                slot_of = {p: s for s, p in enumerate(layer.pos[b, h].tolist()) if p >= 0}
-                assert len(held) <= self.budget
+                slot_of = {p: s for s, p in enumerate(found.pos[b, h].tolist()) if p >= 0}
+                assert self.floor is not None or len(held) <= self.budget
                 assert sorted(slot_of) == sorted(t.pos for t in held), f"row {b}, head {h}"
-                assert int((layer.pos[b, h] >= 0).sum()) == len(slot_of), "a token is held twice"
+                assert int((found.pos[b, h] >= 0).sum()) == len(slot_of), "a token is held twice"
                 ordered = sorted(held, key=lambda t: slot_of[t.pos])
                 slots = sorted(slot_of.values())
-                for name, tensor in (("key", layer.keys), ("value", layer.values)):
+                for name, tensor in (("key", found.keys), ("value", found.values)):
                     ours = tensor[b, h, slots].double().numpy()
                     np.testing.assert_allclose(ours, [getattr(t, name) for t in ordered], atol=1e-6)
-                static = layer.static[b, h, slots].numpy()
+                static = found.static[b, h, slots].numpy()
                 np.testing.assert_allclose(static, [t.value[:2] for t in ordered], atol=1e-6)
                 # a mass on the border between two codes falls either way: 5 percent apart
                 np.testing.assert_allclose(means[b, h, slots], [t.mean for t in ordered], rtol=0.08, atol=2e-3)
