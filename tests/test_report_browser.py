@@ -309,7 +309,8 @@ def test_everything_can_be_reached_by_keyboard(look: Callable[..., Chrome], page
 
 @pytest.fixture(scope="module")
 def page_of_parts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rows = fake_rows(docs=4)
+    rows = [row | {"doc": f"a/{'folder_of_' * 9}models/{row['doc']}.py"} for row in fake_rows(docs=4)]
+    rows[1]["kept"] = KEPT
     rows += [row | {"metric": "nll/first-use"} for row in rows if row["metric"] == "nll"]
     rows = [row | ({"solved": 0.1} if row["task"] == "passkey" else {}) for row in rows]
     return write_report(rows, tmp_path_factory.mktemp("parts")).as_uri()
@@ -324,9 +325,12 @@ def test_parts_are_seen_when_they_are_opened(look: Callable[..., Chrome], page_o
     assert len(part.find_elements("css selector", ".mark")) > len(POLICIES)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_an_unsolved_task_says_so_at_every_place(look: Callable[..., Chrome], page_of_parts: str, scheme: str) -> None:
-    chrome = look(page_of_parts, scheme=scheme)
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+def test_an_unsolved_task_says_so_at_every_place(
+    look: Callable[..., Chrome], page_of_parts: str, scheme: str, width: int
+) -> None:
+    chrome = look(page_of_parts, width=width, scheme=scheme)
+    assert chrome.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     (tag,) = chrome.find_elements("css selector", "h3 .unsolved")
     assert tag.text == "not solved by the full cache"
     tags = "return [...document.querySelectorAll('#results tbody .tag')].map((each) => each.textContent)"
