@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import POLICIES
+from kvlearn.policies.oracle import Oracle
 from kvlearn.shipped import shipped
 from kvlearn.tasks import TASKS
 
@@ -48,8 +49,16 @@ def preset(name: str | None, model: str) -> Preset:
         near = difflib.get_close_matches(name, ["small"], n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise KvlearnError(f"unknown preset {name!r}; {hint}there is small.")
-    # Those of kvpress need that package, and an older transformers; a learned policy is named by its scorer.
-    policies = [policy for policy in POLICIES if policy != "learned" and not policy.startswith("kvpress")]
+    policies = [policy for policy in POLICIES if policy == Oracle.name or _needs_nothing(policy)]
     with contextlib.suppress(KvlearnError):  # no scorer comes along for most models
         policies.append(str(shipped("checkpoints", model)))
     return Preset(tuple(policies), budgets=(96, 192), tasks=tuple(TASKS), docs=4, window=512, batch=4)
+
+
+def _needs_nothing(policy: str) -> bool:
+    """Whether a name alone makes the policy: not where it needs a scorer, other policies, or a press of kvpress."""
+    try:
+        POLICIES[policy]()
+    except KvlearnError:
+        return False
+    return True

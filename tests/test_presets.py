@@ -1,0 +1,41 @@
+"""Presets of comparisons name what there is, and nothing that cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlearn.errors import KvlearnError
+from kvlearn.policies import POLICIES, resolve
+from kvlearn.presets import preset
+from kvlearn.shapes import Budget
+from kvlearn.tasks import TASKS
+
+
+def test_small_has_every_policy_that_a_name_makes_and_every_task() -> None:
+    small = preset("small", "smollm2-135m")
+    assert small.policies is not None
+    assert set(small.tasks) == set(TASKS)
+    assert {"full", "oracle", "random", "expected-attention", "q-filters", "caote", "r-kv"} <= set(small.policies)
+    left_out = set(POLICIES) - set(small.policies)
+    assert left_out <= {"learned", "composed", "kvpress", "kvpress-decoding"}, "a policy is missing"
+    assert [name for name in small.policies if "checkpoints" in name], "the scorer that comes along for this model"
+    assert len(small.budgets) == 2
+    for budget in small.budgets:
+        assert Budget.resolve(budget, 32).slots == budget
+    for name in set(small.policies) - {"oracle"}:
+        if "checkpoints" not in name:
+            assert resolve(name).label == name
+
+
+def test_a_model_without_a_scorer_has_none() -> None:
+    small = preset("small", "somebody/else")
+    assert small.policies is not None
+    assert not [name for name in small.policies if "checkpoints" in name]
+
+
+def test_without_a_preset_policies_must_be_named() -> None:
+    assert preset(None, "smollm2-135m").policies is None
+    with pytest.raises(KvlearnError, match="did you mean 'small'"):
+        preset("smal", "smollm2-135m")
+    with pytest.raises(KvlearnError, match="there is small"):
+        preset("enormous", "smollm2-135m")
