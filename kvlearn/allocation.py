@@ -47,6 +47,28 @@ def layer_budgets(shares: Sequence[float], budget: int, *, least: int) -> list[i
     return slots
 
 
+def recommended_budgets(shares: Sequence[float] | None, budget: object, *, least: int, policy: str) -> list[int | None]:
+    """Slots per layer as a policy recommends them, with a mean of ``budget``.
+
+    Args:
+        shares: what the policy recommends, if anything.
+        budget: what the caller asked for.
+        least: no layer gets less.
+        policy: its label.
+
+    Raises:
+        KvlearnError: the policy recommends nothing, or ``budget`` is not one number.
+    """
+    if shares is None:
+        raise KvlearnError(
+            f"policy {policy!r} recommends no allocation: calibrate one (`kvlearn calibrate`), or use another "
+            "allocation than 'scorer'."
+        )
+    if not isinstance(budget, int):
+        raise KvlearnError(f"allocation='scorer' shares out one number of slots, and budget is {budget!r}.")
+    return [*layer_budgets(shares, budget, least=least)]
+
+
 def read_shares(path: str | Path) -> list[float]:
     """Shares of the layers from a JSON list, or from the ``budgets`` of a scorer's folder.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvlearn import attention, state
+from kvlearn.allocation import recommended_budgets
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.launch import Impl, use_triton
 from kvlearn.layer import EvictingLayer
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
 
 Positions = Literal["original", "compact"]
-Allocation = Literal["uniform", "pooled"]
+Allocation = Literal["uniform", "pooled", "scorer"]
 DEFAULT_FLOOR = 0.2
 
 
@@ -60,7 +61,8 @@ class EvictingCache(Cache):
             ``"compact"`` ones within the cache, numbered anew with every block, so that no text is too long for the
             model. Compact positions keep every key a second time, before rotation.
         allocation: ``"uniform"``, ``budget`` slots for every head, or ``"pooled"``: the heads of a layer share
-            ``heads * budget`` slots, and a policy's scores say which head gets them (:mod:`kvlearn.pool`).
+            ``heads * budget`` slots, and a policy's scores say which head gets them (:mod:`kvlearn.pool`); or
+            ``"scorer"``, the shares of the layers that a scorer recommends, whose mean is ``budget``.
         floor: with ``"pooled"``, the share of ``budget`` that every head holds at least; by default 0.2. No head falls
             below what is protected, and none is held to more than ``budget`` less one block.
         impl: implementation of every kernel: ``"auto"`` (Triton on a GPU, PyTorch elsewhere), ``"reference"`` or
@@ -109,19 +111,23 @@ class EvictingCache(Cache):
                 "give one number per such layer."
             )
         self.floor = _check_options(budget, positions, allocation, floor, recorder)
+        smallest = min((b for b in budgets if b is not None), default=None)
+        block, group_reduce = _observation(self.policy, block, group_reduce, smallest, protect)
+        if allocation == "scorer":
+            least, shares = Budget.resolve(smallest, block, protect).least, self.policy.layer_shares
+            budgets = recommended_budgets(shares, budget, least=least, policy=self.policy.label)
+            allocation = "uniform"  # among the heads of a layer
         compact, kind = positions == "compact", PooledLayer if allocation == "pooled" else EvictingLayer
         reads_keys = "static" in self.policy.reads or recorder is not None or compact
         reads_queries = "queries" in self.policy.reads
         rotary = Unrotator(model, managed) if reads_keys or reads_queries else None
-        smallest = min((b for b in budgets if b is not None), default=None)
-        block, group_reduce = _observation(self.policy, block, group_reduce, smallest, protect)
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
             layers[i] = kind(
                 LayerConfig(
                     index=i,
                     budget=layer_budget,
-                    policy=self.policy,
+                    policy=self.policy.of_layer(i),
                     group_reduce=group_reduce,
                     unrotate=rotary.of_layer(i) if rotary is not None and reads_keys else None,
                     recorder=recorder,
@@ -199,7 +205,8 @@ class EvictingCache(Cache):
         """An independent copy of all state; policy, model and rotary code are shared."""
         shared: list[Any] = [self.policy, self._model_config]
         for layer in self.evicting_layers():
-            shared += [layer.config.unrotate, layer.config.compact, layer.config.rotary]
+            config = layer.config
+            shared += [config.policy, config.unrotate, config.compact, config.rotary]
         memo.update({id(one): one for one in shared})
         twin = copy.copy(self)
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -327,8 +334,8 @@ def _check_options(
     if positions not in get_args(Positions):
         raise KvlearnError(f"positions is {positions!r}; use 'original' or 'compact'.")
     if allocation not in get_args(Allocation):
-        raise KvlearnError(f"allocation is {allocation!r}; use 'uniform' or 'pooled'.")
-    if allocation == "uniform":
+        raise KvlearnError(f"allocation is {allocation!r}; use 'uniform', 'pooled' or 'scorer'.")
+    if allocation != "pooled":
         if floor is not None:
             raise KvlearnError(f"floor is {floor} and belongs to allocation='pooled'; give both or neither.")
         return None

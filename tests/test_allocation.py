@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlearn import EvictingCache, Scorer, enable
 from kvlearn.allocation import layer_budgets, read_shares
 from kvlearn.errors import KvlearnError
 
@@ -60,3 +64,21 @@ def test_a_file_without_shares_is_refused_by_name(tmp_path: Path, text: str) -> 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(KvlearnError, match=r"config\.json"):
         read_shares(tmp_path)
+
+
+def test_a_scorers_shares_are_used_when_asked_for(tiny_llama: Callable[..., Any]) -> None:
+    model = enable(tiny_llama())
+    scorer = Scorer.for_model(model, block=4)
+    layers = len(scorer.config.layers)
+    shares = [1.5, 0.5, *[1.0] * (layers - 2)]
+    with pytest.raises(KvlearnError, match="recommends no allocation"):
+        EvictingCache(model, scorer, 32, allocation="scorer")
+    scorer.config = replace(scorer.config, budgets=tuple(shares))
+    cache = EvictingCache(model, scorer, 32, allocation="scorer")
+    assert cache.options["budget"] == [48, 16, *[32] * (layers - 2)], "shares of the budget"
+    assert cache.options["allocation"] == "uniform", "a saved cache is made again from its slots"
+    assert EvictingCache(model, scorer, 32).options["budget"] == [32] * layers, "nobody asked for it"
+    with pytest.raises(KvlearnError, match="one number of slots"):
+        EvictingCache(model, scorer, [32] * layers, allocation="scorer")
+    with pytest.raises(KvlearnError, match="'ema' recommends no allocation"):
+        EvictingCache(model, "ema", 32, allocation="scorer")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # Which floor each module of kvlearn stands on; a package stands on one floor with all it holds.
 FLOORS = (
-    ("allocation", "errors", "features", "history", "progress", "shapes", "shipped"),
+    ("allocation", "costs", "errors", "features", "history", "progress", "shapes", "shipped"),
     ("corpora", "kernels", "metrics", "models", "rotary", "targets", "traces"),
     ("scorers",),
     ("policies",),

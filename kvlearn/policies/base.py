@@ -6,6 +6,7 @@ it reads and must read positions, never slot indices, so that any layout of slot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -138,6 +139,15 @@ class Policy:
     def trained_with(self) -> tuple[int, GroupReduce] | None:
         """Block and group reduction of the attention that the policy was trained on; ``None``: any will do."""
         return None
+
+    @property
+    def layer_shares(self) -> Sequence[float] | None:
+        """Slots of each full-attention layer relative to the mean, if the policy recommends any."""
+        return None
+
+    def of_layer(self, layer: int) -> Policy:
+        """The policy that decides in a layer."""
+        return self
 
     def bind(self, model: PreTrainedModel) -> None:
         """Check that this policy can serve ``model``; raise :class:`KvlearnError` if not. Called once per cache."""

@@ -62,6 +62,11 @@ class Learned(Policy):
         config = self._scorer().config
         return config.block, config.group_reduce
 
+    @property
+    def layer_shares(self) -> tuple[float, ...] | None:
+        """What the scorer recommends."""
+        return self._scorer().config.budgets
+
     def _scorer(self) -> Scorer:
         assert self.scorer is not None
         return self.scorer
