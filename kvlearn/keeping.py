@@ -30,7 +30,7 @@ class WatchedRun(Run):
         seen = self.cache.get_seq_length()
         held = torch.zeros(seen, dtype=torch.float64)
         heads = 0
-        for layer in getattr(self.cache, "managed", []):
+        for layer in self.cache.managed:
             positions = self.cache.positions(layer)[0]  # [H, S]
             heads += positions.shape[0]
             held += torch.bincount(positions[positions >= 0].long(), minlength=seen).cpu()

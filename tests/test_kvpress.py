@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvlearn
+from kvlearn.compare import Comparison, Settings
 from kvlearn.errors import KvlearnError
 from kvlearn.kvpress import press as press_of
 from kvlearn.policies import resolve
 from kvlearn.policies.kvpress_decoding import KVPressDecoding
+from kvlearn.rows import RowStore
 from kvlearn.shapes import Budget, Protection
+from kvlearn.tasks.base import Case
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress asks for transformers below 5.3")
 
@@ -178,6 +182,20 @@ def test_hard_keeps_within_the_budget_and_other_caches_go_on(model: Any) -> None
     plain = DynamicCache()
     feed(model, plain, ids, [118])
     assert plain.get_seq_length() == 118
+
+
+def test_a_comparison_runs_presses_both_ways(model: Any, tmp_path: Any) -> None:
+    names = ["full", "kvpress:KnormPress", "kvpress-decoding:KnormPress", "kvpress-decoding:KnormPress:hard=true"]
+    settings = Settings(policies=names, budgets=(40,), window=118, batch=2, block=8, protect=Protection(sinks=2))
+    cases = [Case(f"doc{i}", "made-up", prompt(118, seed=i)[0]) for i in range(2)]
+    loaded: Any = SimpleNamespace(model=model, tokenizer=None, name="tiny")
+    with RowStore(tmp_path / "rows.jsonl") as store:
+        Comparison(loaded, settings, {"lm": cases}, store).run()
+        rows = {row["policy"]: row for row in store.rows if row["metric"] == "nll" and row["doc"] == "doc0"}
+    assert not [row["error"] for row in rows.values() if row.get("error")]
+    assert [rows[name]["slots"] for name in names] == [118, 40, 48, 40]
+    assert rows[names[0]]["value"] != rows[names[1]]["value"] != rows[names[2]]["value"]
+    assert "kept" in rows["kvpress:KnormPress"]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ class PressCache(DynamicCache):
 
     def __init__(self, model: PreTrainedModel, press: Any, target: int, budget: Budget) -> None:
         super().__init__()
-        self.block, self.budgets, self.managed = budget.block, [budget] * _layers(model), list(range(_layers(model)))
+        self.block, self.budgets = budget.block, [budget] * _layers(model)
+        self.managed: list[int] = []  # by kvlearn
         self.press = _block_press(load_kvpress())(press, compression_interval=_NEVER, target_size=target)
         self.press.post_init_from_model(model)
         self.seen = self.open = self.most = 0
@@ -128,16 +129,15 @@ class PressCache(DynamicCache):
         return []
 
     def stats(self) -> dict[str, Any]:
-        """What rows tell of a cache; see :meth:`kvlearn.EvictingCache.stats`."""
+        """What rows tell of a cache (see :meth:`kvlearn.EvictingCache.stats`), at its fullest."""
         layers: list[Any] = self.layers
-        kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        kv = sum(layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes for layer in layers) * self.most
         buffered = sum(t.nbytes for kept in self.press.hidden_states_buffer.values() for t in kept)
-        held = [self.held(i) for i in range(len(layers))]
         rows = layers[0].keys.shape[0] if layers else 0
         return {
             "length": [self.seen] * rows,
             "slots": self.most,
-            "mean_slots": sum(held) / len(held) if held else 0.0,
+            "mean_slots": float(self.most),
             "bytes": kv + buffered,
             "state_bytes": buffered,
         }
