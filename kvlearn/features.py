@@ -1,11 +1,15 @@
 """What a scorer reads: the one definition, used offline on traces and online on the cache.
 
 A feature vector has two parts. :func:`dynamic_features` changes as attention is observed and is made when slots are
-scored. :func:`static_features` belongs to the token alone and is computed once, when the token is written; the cache
-stores it, as :data:`STATIC_DTYPE`.
+scored. The static part belongs to the token alone and is computed once, when the token is written; the cache stores it,
+as :data:`STATIC_DTYPE`: :func:`static_scalars`, and whatever a scorer's encoder makes of the same vectors.
+
+Keys and values are rounded by :func:`round_vectors` before anything is made of them, because a trace stores them so.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +17,7 @@ from torch import Tensor
 from kvlearn import history
 from kvlearn.history import HALF_LIVES
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the meaning or order of a feature changes; a scorer of another version is refused."""
 
 FLOOR = 2.0**-20
@@ -21,11 +25,8 @@ FLOOR = 2.0**-20
 
 STATIC_DTYPE = torch.float16
 
-KEY_DTYPE = torch.bfloat16
-"""Keys are rounded to this before they are read, because a trace stores them so."""
-
-NORM_DTYPE = torch.float16
-"""Value norms are rounded to this before they are read, because a trace stores them so."""
+LEVELS = 127
+"""Steps from zero to the largest number of a vector: what one signed byte holds."""
 
 DYNAMIC: tuple[str, ...] = (
     "log_last",
@@ -81,29 +82,64 @@ def dynamic_features(state: Tensor, pos: Tensor, length: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1)
 
 
-def value_norms(values: Tensor) -> Tensor:
-    """Euclidean norms of values ``[..., D]``: ``[...]`` of :data:`NORM_DTYPE`, never infinite."""
-    return _stored_norm(torch.linalg.vector_norm(values.float(), dim=-1))
+class Vectors(NamedTuple):
+    """Keys or values as a trace stores them: one byte a number, and one scale a vector.
+
+    Attributes:
+        codes: ``[..., D]`` int8, multiples of the scale.
+        scale: ``[...]`` float16, the largest number of the vector divided by :data:`LEVELS`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def decode(self) -> Tensor:
+        """``[..., D]`` float32."""
+        return self.codes.float() * self.scale.float()[..., None]
 
 
-def _stored_norm(norm: Tensor) -> Tensor:
-    return norm.float().clamp(max=torch.finfo(NORM_DTYPE).max).to(NORM_DTYPE)
+def encode_vectors(vectors: Tensor) -> Vectors:
+    """Round vectors ``[..., D]`` to what a trace stores."""
+    steps, scale = _round(vectors)
+    return Vectors(steps.to(torch.int8), scale.squeeze(-1).half())
 
 
-def static_features(keys: Tensor, value_norm: Tensor, projection: Tensor | None) -> Tensor:
-    """What can be said of a token when it is written.
+def round_vectors(vectors: Tensor) -> Tensor:
+    """``encode_vectors(vectors).decode()``: ``[..., D]`` float32, off by half a step, and half a bit of the scale."""
+    steps, scale = _round(vectors)
+    return steps.mul_(scale)
+
+
+def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale, in float32."""
+    vectors = vectors.float()
+    largest = torch.linalg.vector_norm(vectors, ord=torch.inf, dim=-1, keepdim=True)
+    scale = (largest / LEVELS).clamp_(max=torch.finfo(torch.float16).max).half().float()
+    least = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps  # of a zero vector, say
+    return (vectors / scale.clamp(min=least)).round_().clamp_(-LEVELS, LEVELS), scale
+
+
+def layer_vectors(keys: Tensor, values: Tensor) -> Tensor:
+    """All that static features are made of.
 
     Args:
-        keys: ``[B, H, C, D]`` keys before the rotary embedding; rounded to :data:`KEY_DTYPE`.
-        value_norm: ``[B, H, C]`` Euclidean norm of the values; rounded to :data:`NORM_DTYPE`.
-        projection: ``[H, D, R]`` learned projection of the key, or ``None`` for the scalars alone.
+        keys: ``[B, H, C, D]`` before the rotary embedding.
+        values: ``[B, H, C, D]``.
 
     Returns:
-        ``[B, H, C, R + 2]`` of :data:`STATIC_DTYPE`: :data:`STATIC_SCALARS`, then the projected key.
+        ``[B, 2 H, C, D]`` float32, rounded: the keys of all heads, then the values.
     """
-    keys = keys.to(KEY_DTYPE).float()
-    norms = _stored_norm(value_norm).float()
-    scalars = torch.stack([torch.log(keys.norm(dim=-1) + 1e-6), torch.log(norms + 1e-6)], dim=-1)
-    if projection is not None:
-        scalars = torch.cat([scalars, keys @ projection.float()], dim=-1)
-    return scalars.to(STATIC_DTYPE)
+    return round_vectors(torch.cat([keys, values], dim=1))
+
+
+def static_scalars(vectors: Tensor) -> Tensor:
+    """:data:`STATIC_SCALARS` of tokens.
+
+    Args:
+        vectors: ``[B, 2 H, C, D]`` from :func:`layer_vectors`.
+
+    Returns:
+        ``[B, H, C, 2]`` float32.
+    """
+    norms = torch.linalg.vector_norm(vectors, dim=-1).add_(1e-6).log_()
+    return norms.unflatten(1, (2, -1)).movedim(1, -1)

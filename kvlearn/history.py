@@ -30,10 +30,10 @@ FIELDS: tuple[str, ...] = ("last", *(f"ema{h}" for h in HALF_LIVES), "mean", "pe
 """History fields, in the order of the K axis.
 
 ``last``: mean mass of the last observed block. ``emaN``: moving average of block mean mass with half-life N queries,
-starting at 0. ``mean``: mean mass over all queries since the token was written. ``peak``: decayed maximum of block
-maximum mass. ``hits``: decayed number of blocks with a hit. ``idle``: queries since the last hit, or since the token
-was written. ``gap``: the longest ``idle`` that a hit ended (LazyEviction, arXiv 2506.15969, calls it the maximum
-recurrence interval).
+starting at 0. ``mean``: mean mass over all queries since the token was written, its own included. ``peak``: decayed
+maximum of block maximum mass. ``hits``: decayed number of blocks with a hit. ``idle``: queries since the last hit, or
+since the token was written. ``gap``: the longest ``idle`` that a hit ended (LazyEviction, arXiv 2506.15969, calls it
+the maximum recurrence interval).
 """
 
 # How each field fades: its half-life in queries, or None where it does not.
@@ -165,7 +165,10 @@ def fold(state: Tensor, mass: Tensor, decay: Decay, age: Tensor) -> None:
     new = old * decay.keep
     i = 1 + len(HALF_LIVES)
     new[:, :, :i] += mean[:, :, None] * decay.gain
-    new[:, :, i] += (mean - new[:, :, i]) * torch.clamp_(n / age, max=1.0)
+    # A token's first block has queries that came before it: its mean over them all is spread over its own age.
+    share = n / age
+    new[:, :, i] *= 1 - share.clamp(max=1.0)
+    new[:, :, i] += mean * share
     torch.maximum(new[:, :, i + 1], peak, out=new[:, :, i + 1])
     hit = (peak >= HIT_MASS).to(old.dtype)
     new[:, :, i + 2] += hit

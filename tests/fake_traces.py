@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from kvlearn import features, history
+from kvlearn import history
+from kvlearn.features import encode_vectors
 from kvlearn.traces.collect import pack_bits, to_bytes
-from kvlearn.traces.format import Manifest, TraceWriter
+from kvlearn.traces.format import VECTORS, Manifest, TraceWriter
 from kvlearn.traces.layout import Layout
 
 FINGERPRINT: dict[str, Any] = {
@@ -65,6 +66,7 @@ def write_trace(
 def _row(layout: Layout, number: int, budget: int | None, generator: torch.Generator) -> dict[str, Any]:
     shape = (len(layout.layers), layout.heads)
     keys = torch.randn(*shape, layout.window, layout.head_dim, generator=generator)
+    values = torch.randn(keys.shape, generator=generator)
     # A token's key says how much it will matter, and it sleeps until a later block wakes it.
     weight = (1.5 * keys[..., 0] + keys[..., 1]).exp()
     wakes = torch.randint(1, layout.blocks + 1, weight.shape, generator=generator)
@@ -90,8 +92,7 @@ def _row(layout: Layout, number: int, budget: int | None, generator: torch.Gener
         "split": "train",
         "start": 0,
         "documents": [f"noise-{number}"],
-        "keys": to_bytes(keys.to(features.KEY_DTYPE)),
-        "value_norm": to_bytes(torch.rand(*shape, layout.window, generator=generator).to(features.NORM_DTYPE) + 0.5),
+        **dict(zip(VECTORS, map(to_bytes, (*encode_vectors(keys), *encode_vectors(values))), strict=True)),
         "mean_code": to_bytes(mean_code),
         "peak_code": to_bytes(peak_code),
     }

@@ -52,7 +52,7 @@ class Token:
         for half_life in HALF_LIVES:
             keep = 0.5 ** (n / half_life)
             new[f"ema{half_life}"] = keep * old[f"ema{half_life}"] + (1 - keep) * mean
-        new["mean"] = old["mean"] + (mean - old["mean"]) * min(n / age, 1.0)
+        new["mean"] = old["mean"] * (1 - min(n / age, 1.0)) + mean * n / age
         new["peak"] = max(old["peak"] * 0.5 ** (n / 512), peak)
         hit = peak >= 1 / 128
         new["hits"] = old["hits"] * 0.5 ** (n / 256) + hit

@@ -32,9 +32,9 @@ READERS: dict[str, Callable[[Path], None]] = {"train": read_train}
 """By folder."""
 
 
-def test_all_configs_are_here() -> None:
-    assert len(CONFIGS) == 2, "a config came or went: count it here, so that none is left unread"
-    assert {path.parent.name for path in CONFIGS} == set(READERS)
+def test_every_folder_of_configs_has_a_reader() -> None:
+    assert CONFIGS
+    assert {path.parent.name for path in CONFIGS} == set(READERS), "a folder of configs that nothing here reads"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

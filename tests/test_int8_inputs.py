@@ -19,17 +19,21 @@ from kvlearn.policies import Learned, resolve
 DYNAMIC = len(features.DYNAMIC)
 
 
-def calibrated(model: Any) -> Scorer:
+def calibrated(model: Any, **options: Any) -> Scorer:
     """A scorer whose inputs are standardised by data and whose every weight counts."""
-    scorer = Scorer.for_model(model, hidden=5, key_rank=3)
+    scorer = Scorer.for_model(model, hidden=5, key_rank=3, **options)
     layers, heads, dim = len(scorer.config.layers), scorer.config.heads, scorer.config.head_dim
     shape = (layers, heads, 500)
-    scorer.fit_inputs(torch.randn(*shape, DYNAMIC), 2 * torch.randn(*shape, dim) + 1, torch.rand(shape) + 1)
+    scorer.fit_inputs(torch.randn(*shape, DYNAMIC), features.layer_vectors(*some_vectors(shape, dim)))
     with torch.no_grad():
         for parameter in (scorer.skip, scorer.w1, scorer.w2):
             assert parameter is not None
             parameter.normal_(std=0.3)
     return scorer.eval()
+
+
+def some_vectors(shape: tuple[int, int, int], dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return 2 * torch.randn(*shape, dim) + 1, torch.randn(*shape, dim) + 1
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +42,12 @@ def model(tiny_llama: Callable[..., Any]) -> Any:
 
 
 @torch.no_grad()
-def test_scores_are_nearly_those_of_float16(model: Any) -> None:
-    scorer = calibrated(model)
+@pytest.mark.parametrize("encoder", ["key", "layer"])
+def test_scores_are_nearly_those_of_float16(model: Any, encoder: str) -> None:
+    scorer = calibrated(model, encoder=encoder)
     heads, dim = scorer.config.heads, scorer.config.head_dim
     for layer in scorer.config.layers:
-        static = scorer.static(layer, 2 * torch.randn(1, heads, 200, dim) + 1, torch.rand(1, heads, 200) + 1)
+        static = scorer.static(layer, *some_vectors((1, heads, 200), dim))
         codes = scorer.encode(layer, static)
         assert codes.dtype == torch.int8
         assert codes.unique().numel() > 100, "most codes are used"

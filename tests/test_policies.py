@@ -244,6 +244,12 @@ def random_scorer(model: Any) -> Scorer:
     return scorer.eval()
 
 
+def as_bytes(vector: np.ndarray) -> np.ndarray:
+    """What is left of a vector of which each number is kept in one byte."""
+    scale = float(np.float16(np.abs(vector).max() / 127))
+    return np.round(vector / scale) * scale
+
+
 def slow_learned(view: View, head: int, token: Token, scorer: Scorer) -> float:
     """Features and network, one number at a time, from their documentation."""
     h, age, floor = token.history, view.age(token), 2.0**-20
@@ -251,10 +257,10 @@ def slow_learned(view: View, head: int, token: Token, scorer: Scorer) -> float:
     values += [np.log(h[f"ema{n}"] / (1 - 0.5 ** (age / n)) + floor) for n in slow_policies.HALF_LIVES]
     values += [np.log(h["mean"] + floor), np.log(h["peak"] + floor), h["hits"], np.log(1 + h["idle"])]
     values += [np.log(1 + h["gap"]), np.log(age), np.log(1 + token.pos), float(token.pos < 4), np.log(view.length)]
-    key = torch.from_numpy(unrotated(token)).bfloat16().double().numpy()
+    key, value = as_bytes(unrotated(token)), as_bytes(token.value)
     weights = {n: t[scorer.index_of[view.layer], head].double().numpy() for n, t in scorer.state_dict().items()}
-    static = [np.log(np.linalg.norm(key) + 1e-6), np.log(float(np.float16(np.linalg.norm(token.value))) + 1e-6)]
-    values += [float(np.float16(x)) for x in [*static, *(key @ weights["projection"])]]
+    static = [np.log(np.linalg.norm(key) + 1e-6), np.log(np.linalg.norm(value) + 1e-6)]
+    values += [float(np.float16(x)) for x in [*static, *(key @ weights["encoder.projection"])]]
     x = (np.array(values) - weights["mean"]) / weights["std"]
     hidden = [z * 0.5 * (1 + math.erf(z / math.sqrt(2))) for z in x @ weights["w1"] + weights["b1"]]  # GELU
     return float(x @ weights["skip"] + weights["bias"] + np.dot(hidden, weights["w2"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import inspect
 import itertools
 import json
@@ -10,6 +11,7 @@ import math
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,18 @@ pytest.importorskip("lightning", reason="training needs the extra kvlearn[train]
 
 from fake_traces import write_trace
 
+import train.data
+import train.prepared
 from kvlearn import Scorer, features, targets
 from kvlearn.errors import KvlearnError
 from kvlearn.shapes import Protection
 from kvlearn.traces.dataset import Trace, replay
 from train.__main__ import main
+from train.data import WindowDataset
 from train.export import export, read_checkpoint
 from train.losses import LOSSES, sample_share
-from train.samples import Target, draw, make_sample
+from train.prepared import PreparedSamples
+from train.samples import Sample, SampleOptions, Target, draw, make_sample
 
 PROTECT = Protection(4, 32)
 SMALL = ["--data.min_tokens", "128", "--model.budgets", "[96,128]", "--trainer.accelerator", "cpu"]
@@ -73,11 +79,16 @@ def test_targets_of_several_horizons_are_averaged_and_weighted_by_values(traces:
     def of(h):
         return targets.future_mass(window.mean_code, window.peak_code, 6, block=32, horizon=h, reduce="max")
 
-    torch.testing.assert_close(Target((32, 0), "max").at(window, 6), (of(32) + of(None)) / 2)
-    norm = window.value_norm[..., : 6 * 32].float()
-    torch.testing.assert_close(Target((64,), "max", 0.5).at(window, 6), of(64) * norm.sqrt())
+    def at(target):
+        return target.table(window, [6])[0, ..., : 6 * 32]
+
+    torch.testing.assert_close(at(Target((32, 0), "max")), (of(32) + of(None)) / 2)
+    norm = window.values.decode().norm(dim=-1)[..., : 6 * 32]
+    torch.testing.assert_close(at(Target((64,), "max", 0.5)), of(64) * norm.sqrt())
     with pytest.raises(KvlearnError, match="horizon is 33"):
-        Target((33,)).at(window, 6)
+        at(Target((33,)))
+    with pytest.raises(KvlearnError, match="'discounted-peak' mass has none"):
+        Target((64,), "discounted-peak")
 
 
 @settings(max_examples=40)
@@ -95,6 +106,89 @@ def test_drawn_slots_stand_for_all(slots: int, ranked: int, seed: int) -> None:
     assert float(weight[chosen].exp().sum()) == pytest.approx(ranked, rel=1e-5)
     top = mass.masked_fill(log_weight < 0, -1).topk(min(slots // 2, ranked), dim=-1).indices[0, 0]
     assert set(top.tolist()) <= set(index[chosen].tolist())
+
+
+# ---- samples on disk ---------------------------------------------------------------------------------------------
+
+OPTIONS = SampleOptions(
+    boundaries=3,
+    slots=40,
+    target=Target((0,), "discounted-peak", 1.0),
+    protect=PROTECT,
+    min_tokens=96,
+    min_future=64,
+    seed=0,
+    random=True,
+)
+
+
+def same(first: Sample, second: Sample) -> bool:
+    return all(
+        all(map(torch.equal, mine, theirs)) if isinstance(mine, tuple) else torch.equal(mine, theirs)
+        for mine, theirs in zip(first, second, strict=True)
+    )
+
+
+@pytest.fixture
+def own_trace(tmp_path: Path) -> Trace:
+    return Trace(write_trace(tmp_path / "t", windows=3))
+
+
+def test_a_prepared_sample_is_the_sample_and_is_made_once(own_trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [(own_trace, i) for i in range(3)]
+    fresh, kept = WindowDataset(windows, OPTIONS), WindowDataset(windows, OPTIONS, reuse=True)
+    for i in range(3):
+        one, other = fresh[0, i], kept[0, i]
+        for name in ("tokens", "target"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        for name in ("dynamic", "log_weight"):  # kept in half precision
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-3, atol=1e-3)
+        assert same(one._replace(dynamic=other.dynamic, log_weight=other.log_weight), other)
+        assert not torch.equal(fresh[1, i].tokens, one.tokens), "a fresh sample is another in every epoch"
+    before = [kept[0, i] for i in range(3)]
+    monkeypatch.setattr(train.data, "make_sample", lambda *_, **__: pytest.fail("made again"))
+    again = WindowDataset(windows, OPTIONS, reuse=True)
+    assert all(same(again[epoch, i], before[i]) for epoch in (0, 5) for i in range(3))
+    (folder,) = (path.folder for path in again.prepared.values())
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size == pytest.approx(again.prepared[own_trace.path].bytes(3), rel=0.05)
+
+
+def test_other_options_or_traces_are_prepared_apart(own_trace: Trace, tmp_path: Path) -> None:
+    other = Trace(write_trace(tmp_path / "t2", windows=3, seed=1))
+    changes = [
+        {"seed": 1},
+        {"slots": None},
+        {"target": replace(OPTIONS.target, value_power=0.5)},
+        {"protect": Protection(2, 32)},
+        {"random": False},
+    ]
+    keys = {PreparedSamples(own_trace, replace(OPTIONS, **change)).folder.name for change in [{}, *changes]}
+    keys.add(PreparedSamples(other, OPTIONS).folder.name)
+    assert len(keys) == len(changes) + 2
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-9]), lambda path: path.unlink()])
+def test_a_sample_that_cannot_be_read_is_made_again(own_trace: Trace, damage: Callable[[Path], Any]) -> None:
+    data = WindowDataset([(own_trace, 1)], OPTIONS, reuse=True)
+    before = data[0, 0]
+    damage(data.prepared[own_trace.path].path(1))
+    assert same(data[0, 0], before)
+
+
+def test_a_full_disk_is_explained(own_trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.prepared, "write_file", full)
+    with pytest.raises(KvlearnError, match=r"the disk is full; make room there, or set data\.prepare to 'fresh'"):
+        WindowDataset([(own_trace, 1)], OPTIONS, reuse=True)[0, 0]
+
+
+def test_fresh_samples_leave_nothing_behind(traces: Path, tmp_path: Path) -> None:
+    write_trace(tmp_path / "train", windows=4)
+    fit(tmp_path, tmp_path / "f", "--data.prepare", "fresh", "--data.val", "null", epochs=1, train="train")
+    assert not list(tmp_path.glob("*.prepared"))
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -273,7 +367,13 @@ def test_workers_change_nothing(traces: Path, trained: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [["--model.kind", "linear"], ["--model.key_rank", "0"], ["--data.slots_per_boundary", "0"]]
+    "options",
+    [
+        ["--model.kind", "linear"],
+        ["--model.encoder", "none"],
+        ["--model.encoder", "layer"],
+        ["--data.slots_per_boundary", "0"],
+    ],
 )
 def test_other_kinds_train(traces: Path, tmp_path: Path, options: list[str]) -> None:
     scorer = read_checkpoint(fit(traces, tmp_path / "k", *options, epochs=1) / "last.ckpt")
@@ -284,7 +384,9 @@ def test_training_goes_on_from_a_scorer(traces: Path, trained: Path, tmp_path: P
     export(trained / "last.ckpt", tmp_path / "s")
     options = ["--model.init_from", str(tmp_path / "s"), "--model.learning_rate", "0", "--model.hidden", "7"]
     again = fit(traces, tmp_path / "i", *options, epochs=1) / "last.ckpt"
-    assert equal(again, trained / "last.ckpt"), "with a learning rate of 0 the weights are those it began with"
+    before, after = weights(trained / "last.ckpt"), weights(again)
+    for name in before.keys() - {"code_mean", "code_std"}:  # statistics, which follow the data
+        assert torch.equal(before[name], after[name]), f"with a learning rate of 0 {name} is what it began with"
     assert read_checkpoint(again).config.training["model"]["init_from"] == "s"
 
 
@@ -329,6 +431,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "windows of 384 tokens are too short",
     ),
     "same traces": (["--data.train", "[TRACES/train]", "--data.val", "[TRACES/train]", *SMALL], "both data.train and"),
+    "horizon of a discount": (
+        ["--data.train", "[x]", "--data.reduce", "discounted", "--data.horizon", "[64]"],
+        "'discounted' mass has none",
+    ),
     "bad horizon": (["--data.train", "[TRACES/train]", "--data.horizon", "[50]", *SMALL], "horizon is 50"),
     "no scorer": (["--data.train", "[TRACES/train]", "--model.init_from", "nowhere", *SMALL], "no scorer folder"),
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,23 +18,10 @@ from kvlearn import targets
 from kvlearn.errors import KvlearnError
 from kvlearn.shapes import Protection
 from kvlearn.traces.dataset import Trace
-from train.samples import Sample, Target, make_sample
+from train.prepared import PreparedSamples
+from train.samples import Sample, SampleOptions, Target, make_sample
 
 _SAME = ("layers", "heads", "head_dim", "block")  # of the layout: what all traces of a run must share
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """How windows become samples; see :class:`TraceDataModule` for the fields."""
-
-    boundaries: int
-    slots: int | None
-    target: Target
-    protect: Protection
-    min_tokens: int
-    min_future: int
-    seed: int
-    random: bool
 
 
 class WindowDataset(Dataset[Sample]):
@@ -42,11 +30,15 @@ class WindowDataset(Dataset[Sample]):
     Args:
         windows: the trace and the number in it of each window.
         options: how they become samples.
+        reuse: make each window's sample once and keep it on disk; else it is made anew every time, other slots of it
+            in every epoch.
     """
 
-    def __init__(self, windows: Sequence[tuple[Trace, int]], options: SampleOptions) -> None:
+    def __init__(self, windows: Sequence[tuple[Trace, int]], options: SampleOptions, reuse: bool = False) -> None:
         self.windows = list(windows)
         self.options = options
+        traces = {trace.path: trace for trace, _ in self.windows} if reuse else {}
+        self.prepared = {path: PreparedSamples(trace, options) for path, trace in traces.items()}
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -55,8 +47,14 @@ class WindowDataset(Dataset[Sample]):
         """The sample of ``(epoch, window)``: the same whenever and in whichever process it is asked for."""
         epoch, number = key
         trace, index = self.windows[number]
+        if not self.prepared:
+            return self._make(trace, index, epoch)
+        return self.prepared[trace.path].get(index, lambda: self._make(trace, index, 0))
+
+    def _make(self, trace: Trace, index: int, epoch: int) -> Sample:
         options = self.options
-        generator = torch.Generator().manual_seed(hash((options.seed, epoch, number)) % 2**63)
+        own = zlib.crc32("".join(shard.sha256 for shard in trace.manifest.shards).encode())  # no two traces draw alike
+        generator = torch.Generator().manual_seed(hash((options.seed, epoch, own, index)) % 2**63)
         return make_sample(
             trace.window(index),
             self._boundaries(trace, generator),
@@ -128,14 +126,15 @@ class TraceDataModule(pl.LightningDataModule):
         val: trace folders to validate on. Empty: the last ``holdout`` of each training trace is kept for it.
         holdout: share of each training trace that validation takes when ``val`` is empty.
         horizon: future queries that the forecast covers, each a multiple of the traces' block; 0 is to the end of the
-            window. The targets of several horizons are averaged.
+            window. The targets of several horizons are averaged. By default 256, or 0 for discounted mass.
         reduce: what is forecast over the horizon: "mean" mass per query, "max" of block means, or "peak", the max of
-            block maxima.
+            block maxima; or to the end, the nearer the more, "discounted": max of block means plus a little of their
+            sum, or "discounted-peak": max of block maxima.
         value_power: targets are multiplied by the norm of the value to this power. 0 is plain mass.
         sinks: first tokens of each window, never evicted and so neither trained nor measured on.
         recent: last tokens at each boundary, likewise; -1 is one block.
-        boundaries_per_window: moments at which each window is looked at, drawn anew each time. Reading a window costs
-            more than looking at it once more.
+        boundaries_per_window: moments, drawn at random, at which each window is looked at. Reading a window costs more
+            than looking at it once more.
         slots_per_boundary: slots drawn at each moment: half of them those with the largest targets, the others at
             random and weighted for all the rest. 0 takes all.
         windows_per_epoch: windows drawn for each epoch. 0 takes all.
@@ -143,6 +142,8 @@ class TraceDataModule(pl.LightningDataModule):
         val_boundaries: moments, evenly spaced, at which each of them is measured, over all slots.
         min_tokens: fewest tokens before a moment.
         min_future: fewest tokens after a moment.
+        prepare: "reuse": samples are made in the first epoch and kept beside their trace, in TRACE.prepared, for later
+            epochs and runs with the same data options and seed; "fresh": every epoch makes them anew, at other moments.
         num_workers: processes that prepare samples; 0 prepares them in the training process.
         seed: of everything drawn here.
     """
@@ -164,6 +165,7 @@ class TraceDataModule(pl.LightningDataModule):
         val_boundaries: int = 4,
         min_tokens: int = 256,
         min_future: int = 128,
+        prepare: Literal["reuse", "fresh"] = "reuse",
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
@@ -184,7 +186,7 @@ class TraceDataModule(pl.LightningDataModule):
             raise KvlearnError(f"data.holdout is {holdout}; give a share between 0 and 1.")
         if not train:
             raise KvlearnError("data.train is empty; name at least one trace folder (kvlearn trace writes them).")
-        self.target = Target(tuple(horizon or [256]), reduce, value_power)
+        self.target = Target(tuple(horizon or ([0] if reduce in targets.DISCOUNTED else [256])), reduce, value_power)
         self._first_epoch = 0
         self.traces: list[Trace] = []
         self.train_set: WindowDataset | None = None
@@ -211,11 +213,11 @@ class TraceDataModule(pl.LightningDataModule):
         for name, found in (("train", parts), ("val", held)):
             if not any(found):
                 raise KvlearnError(f"data.{name}: the traces have no window for it; trace more tokens.")
-        options = self._options()
-        self.train_set = WindowDataset(list(itertools.chain(*parts)), options)
+        options, reuse = self._options(), self.hparams["prepare"] == "reuse"
+        self.train_set = WindowDataset(list(itertools.chain(*parts)), options, reuse)
         chosen = _spread(list(itertools.chain(*held)), self.hparams["val_windows"])
         full = replace(options, boundaries=self.hparams["val_boundaries"], slots=None, random=False)
-        self.val_set = WindowDataset(chosen, full)
+        self.val_set = WindowDataset(chosen, full, reuse)
         for trace in self.traces:
             _boundary_range(trace, options)
 
@@ -231,6 +233,17 @@ class TraceDataModule(pl.LightningDataModule):
             seed=self.hparams["seed"],
             random=True,
         )
+
+    def prepared(self) -> list[dict[str, Any]]:
+        """Where samples are kept: each folder, its windows, how many of them are ready, and bytes of them all."""
+        found = []
+        for data in (self.train_set, self.val_set):
+            for path, kept in data.prepared.items() if data else ():
+                windows = [index for trace, index in data.windows if trace.path == path] if data else []
+                ready = sum(kept.path(index).is_file() for index in windows)
+                size = kept.bytes(len(windows))
+                found.append({"folder": str(kept.folder), "windows": len(windows), "ready": ready, "bytes": size})
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Where the data comes from, for the scorer's config."""

@@ -17,14 +17,18 @@ from kvlearn import features
 from kvlearn.errors import KvlearnError
 from kvlearn.scorers import Scorer, ScorerConfig
 from kvlearn.scorers.bank import START
-from kvlearn.scorers.config import Kind
+from kvlearn.scorers.config import Encoder, Kind
 from train.data import TraceDataModule
 from train.export import CONFIG_KEY
 from train.losses import LOSSES, sample_share
 from train.measure import measures
 from train.samples import Sample
 
-_CALIBRATION_KEYS = 512  # keys per window that the standardisation and the first projection are computed from
+_CALIBRATION_TOKENS = 512  # per window, of which the encoder's first weights and all standardisation are made
+_NETWORK = ("kind", "hidden", "encoder", "key_rank", "encoder_hidden")  # what a scorer to start from brings along
+_DECAYED = ("w1", "encoder.projection", "encoder.linear", "encoder.w1", "encoder.w2")
+_BETAS = (0.9, 0.98)  # of AdamW: runs are a few hundred steps long
+_TRACKED = 0.02  # how far each step moves the statistics of encoder outputs
 
 
 class ScorerModule(pl.LightningModule):
@@ -33,17 +37,20 @@ class ScorerModule(pl.LightningModule):
     Args:
         kind: "linear", or "mlp": linear plus one hidden layer.
         hidden: hidden width of an MLP; ignored for linear.
-        key_rank: numbers to which each key is projected; 0 reads no key content.
+        encoder: what is read of the content of keys and values: "none"; "key": each KV head's own key, through a linear
+            map; or "layer": the keys and values of all KV heads, through a linear map plus one hidden layer.
+        key_rank: numbers that the encoder gives for each KV head; ignored without one.
+        encoder_hidden: hidden width of encoder "layer".
         losses: weight of each loss: "kl" (listwise: softmax of the score against future mass as a distribution),
             "huber" (score against log mass), "pairwise" (order across the boundary of a budget), "bce" (among the best
             or not). By default kl alone.
         least_share: smallest share of slots kept by the budgets that pairwise and bce draw.
         most_share: largest share of slots kept by those budgets.
         learning_rate: of AdamW, at its highest.
-        weight_decay: of AdamW, on the weights of projection and hidden units.
+        weight_decay: of AdamW, on the weights of encoder and hidden units.
         warmup: share of all steps over which the learning rate rises; then it falls as a cosine.
         budgets: slots per KV head at which validation measures.
-        init_from: folder of a scorer to start from; its kind, hidden and key_rank are kept. By default training starts
+        init_from: folder of a scorer to start from; its network and encoder are kept. By default training starts
             from the ranking of the ``ema`` policy.
         calibration_windows: windows from which the inputs' mean and deviation are taken.
         seed: of everything drawn here.
@@ -53,7 +60,9 @@ class ScorerModule(pl.LightningModule):
         self,
         kind: Kind = "mlp",
         hidden: int = 32,
+        encoder: Encoder = "key",
         key_rank: int = 8,
+        encoder_hidden: int = 64,
         losses: dict[str, float] | None = None,
         least_share: float = 0.05,
         most_share: float = 0.6,
@@ -126,11 +135,14 @@ class ScorerModule(pl.LightningModule):
             head_dim=manifest.layout.head_dim,
             kind=self.hparams["kind"],
             hidden=0 if linear else self.hparams["hidden"],
-            key_rank=self.hparams["key_rank"],
+            encoder=self.hparams["encoder"],
+            key_rank=0 if self.hparams["encoder"] == "none" else self.hparams["key_rank"],
+            encoder_hidden=self.hparams["encoder_hidden"],
             block=manifest.layout.block,
             group_reduce=manifest.group_reduce,  # type: ignore[arg-type]  # checked by ScorerConfig
             horizon=target.horizon,
             reduce=target.reduce,
+            value_power=target.value_power,
             model=manifest.fingerprint,
         )
 
@@ -141,7 +153,7 @@ class ScorerModule(pl.LightningModule):
             ours, theirs = getattr(scorer.config, name), getattr(fresh, name)
             if ours != theirs:
                 raise KvlearnError(f"model.init_from {folder}: {name} is {ours} and the traces have {theirs}.")
-        shape = {name: getattr(scorer.config, name) for name in ("kind", "hidden", "key_rank")}
+        shape = {name: getattr(scorer.config, name) for name in _NETWORK}
         scorer.config = replace(fresh, **shape)
         return scorer.train()
 
@@ -149,17 +161,16 @@ class ScorerModule(pl.LightningModule):
         data = self.data.train_set
         assert data is not None
         wanted = min(self.hparams["calibration_windows"], len(data)) or 1
-        dynamic, keys, norms = [], [], []
+        dynamic, vectors = [], []
         for i in range(wanted):
             sample = data[(0, i * len(data) // wanted)]
             slots = sample.dynamic.flatten(2, 3)
             dynamic.append(slots[:, :, :: max(1, slots.shape[2] // 1024)])
-            stride = max(1, sample.keys.shape[2] // _CALIBRATION_KEYS)
-            keys.append(sample.keys[:, :, ::stride])
-            norms.append(sample.value_norm[:, :, ::stride])
+            own = sample.vectors
+            vectors.append(own[:, :, :: max(1, own.shape[2] // _CALIBRATION_TOKENS)])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.hparams["seed"])
-            scorer.fit_inputs(torch.cat(dynamic, 2), torch.cat(keys, 2), torch.cat(norms, 2))
+            scorer.fit_inputs(torch.cat(dynamic, 2), torch.cat(vectors, 2))
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -167,7 +178,9 @@ class ScorerModule(pl.LightningModule):
         """``[L, H, N, n]`` scores."""
         assert self.scorer is not None
         index = sample.tokens.flatten(2)
-        static = self.scorer.static_inputs(sample.keys, sample.value_norm)
+        static = self.scorer.static_inputs(sample.vectors)
+        if self.training:
+            self.scorer.track(static.detach(), _TRACKED)
         static = static.gather(2, index[..., None].expand(-1, -1, -1, static.shape[-1]))
         return self.scorer(sample.dynamic.flatten(2, 3), static).view(sample.tokens.shape)
 
@@ -221,12 +234,13 @@ class ScorerModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with a warm-up and a cosine."""
         assert self.scorer is not None
-        decayed = ("projection", "w1")
         groups = [
-            {"params": [p for n, p in self.scorer.named_parameters() if (n in decayed) == decay], "weight_decay": rate}
+            {"params": [p for n, p in self.scorer.named_parameters() if (n in _DECAYED) == decay], "weight_decay": rate}
             for decay, rate in ((True, self.hparams["weight_decay"]), (False, 0.0))
         ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.hparams["learning_rate"])
+        optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=self.hparams["learning_rate"], betas=_BETAS
+        )
         total = max(1, int(self.trainer.estimated_stepping_batches))
         rise = max(1, round(self.hparams["warmup"] * total))
 

@@ -28,6 +28,9 @@ class Progress(pl.Callback):
         """Start the clock."""
         if self.format == "auto":
             self.format = "none" if trainer.progress_bar_callback else "text"
+        for kept in getattr(trainer, "datamodule").prepared():  # noqa: B009 - set by Trainer.fit, not declared
+            where = f"{kept['ready']} of {kept['windows']} in {kept['folder']}"
+            self._write({"event": "samples", **kept}, f"samples: {where}, {kept['bytes'] / 1e9:.2g} GB for all")
         self.start = self.last = time.monotonic()
 
     def on_train_batch_end(
@@ -44,16 +47,15 @@ class Progress(pl.Callback):
 
     def _say(self, trainer: pl.Trainer, event: str, names: tuple[str, ...]) -> None:
         self.last = time.monotonic()
-        if self.format in ("none", "auto"):
-            return
         values = {n: round(float(v), 6) for n, v in trainer.callback_metrics.items() if n in names}
         steps = trainer.estimated_stepping_batches if trainer.training else trainer.global_step
         where = {"epoch": trainer.current_epoch, "step": trainer.global_step, "steps": steps}
         seconds = round(self.last - self.start, 1)
-        if self.format == "json":
-            line = json.dumps({"event": event, **where, "seconds": seconds, **values})
-        else:
-            wanted = ("train_loss", "val_loss", "val_kept_mass")
-            shown = [f"{n} {v:.4f}" for n, v in values.items() if n.startswith(wanted)]
-            line = f"epoch {where['epoch']}, step {where['step']}, {seconds:.0f} s: {', '.join(shown)}"
-        print(line, flush=True, file=sys.stdout)
+        wanted = ("train_loss", "val_loss", "val_kept_mass")
+        shown = [f"{n} {v:.4f}" for n, v in values.items() if n.startswith(wanted)]
+        text = f"epoch {where['epoch']}, step {where['step']}, {seconds:.0f} s: {', '.join(shown)}"
+        self._write({"event": event, **where, "seconds": seconds, **values}, text)
+
+    def _write(self, event: dict[str, Any], text: str) -> None:
+        if self.format not in ("none", "auto"):
+            print(json.dumps(event) if self.format == "json" else text, flush=True, file=sys.stdout)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlearn import features, targets
-from kvlearn.errors import KvlearnError
+from kvlearn.features import Vectors
 from kvlearn.shapes import Protection
 from kvlearn.traces.dataset import Window, replay
 
@@ -21,20 +21,25 @@ class Sample(NamedTuple):
     """One window at ``N`` boundaries, ``n`` slots each. A slot that is not ranked has log weight -inf.
 
     Attributes:
-        keys: ``[L, H, T, D]`` before the rotary embedding.
-        value_norm: ``[L, H, T]``.
+        keys: of ``[L, H, T, D]``, before the rotary embedding.
+        values: likewise.
         tokens: ``[L, H, N, n]`` int64 tokens that the slots hold.
         dynamic: ``[L, H, N, n, F]`` float32 dynamic features.
         target: ``[L, H, N, n]`` float32 future mass.
         log_weight: ``[L, H, N, n]`` float32 log of how many slots each one stands for.
     """
 
-    keys: Tensor
-    value_norm: Tensor
+    keys: Vectors
+    values: Vectors
     tokens: Tensor
     dynamic: Tensor
     target: Tensor
     log_weight: Tensor
+
+    @property
+    def vectors(self) -> Tensor:
+        """``[L, 2 H, T, D]`` float32: all that static inputs are made of."""
+        return torch.cat([self.keys.decode(), self.values.decode()], dim=1)
 
     @property
     def ranked(self) -> Tensor:
@@ -48,33 +53,57 @@ class Target:
 
     Args:
         horizon: future queries, each a multiple of the block, 0 for all to the end; several targets are averaged.
-        reduce: over the horizon: ``"mean"`` mass per query, ``"max"`` of block means, ``"peak"``: max of block maxima.
+        reduce: over the horizon, see :data:`kvlearn.targets.Reduce`.
         value_power: the target is multiplied by the value norm to this power; 0 forecasts plain mass.
+
+    Raises:
+        KvlearnError: ``reduce`` is unknown, or one that has no horizon was given one.
     """
 
     horizon: tuple[int, ...] = (256,)
     reduce: targets.Reduce = "mean"
     value_power: float = 0.0
 
-    def at(self, window: Window, boundary: int) -> Tensor:
-        """``[L, H, t]`` float32 for the ``t`` tokens that exist at a boundary."""
-        tokens = boundary * window.block
-        total: Tensor | None = None
+    def __post_init__(self) -> None:
         for horizon in self.horizon:
-            if horizon % window.block:
-                raise KvlearnError(
-                    f"horizon is {horizon} queries; give multiples of the trace's block, {window.block}."
-                )
-            end = boundary + horizon // window.block if horizon else None
-            # Only the codes that matter are decoded: tokens that exist, blocks of the horizon.
-            mean, peak = (codes[boundary:end, ..., :tokens] for codes in (window.mean_code, window.peak_code))
-            mass = targets.future_table(mean, peak, [0], block=window.block, reduce=self.reduce)[0]
-            total = mass if total is None else total + mass
-        assert total is not None
-        total = total / len(self.horizon)
+            targets.check(self.reduce, horizon or None, 1)
+
+    def table(self, window: Window, boundaries: Sequence[int]) -> Tensor:
+        """``[N, L, H, T]`` float32: what is forecast at ``N`` boundaries, for the tokens that exist there.
+
+        Raises:
+            KvlearnError: a horizon is no multiple of the trace's block.
+        """
+        tables = [
+            targets.future_table(
+                window.mean_code,
+                window.peak_code,
+                boundaries,
+                block=window.block,
+                horizon=horizon or None,
+                reduce=self.reduce,
+            )
+            for horizon in self.horizon
+        ]
+        table = tables[0] if len(tables) == 1 else torch.stack(tables).mean(0)
         if self.value_power:
-            total = total * window.value_norm[..., :tokens].float() ** self.value_power
-        return total
+            norm = torch.linalg.vector_norm(window.values.decode(), dim=-1)
+            table *= norm**self.value_power
+        return table
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How windows become samples; see :class:`train.data.TraceDataModule` for the fields."""
+
+    boundaries: int
+    slots: int | None
+    target: Target
+    protect: Protection
+    min_tokens: int
+    min_future: int
+    seed: int
+    random: bool
 
 
 def make_sample(
@@ -97,10 +126,11 @@ def make_sample(
             takes all.
         generator: of the draw.
     """
-    parts = []
-    for n, state, held in replay(window, boundaries):
+    parts, wanted = [], sorted(set(boundaries))
+    table = target.table(window, wanted)
+    for future, (_, state, held) in zip(table, replay(window, wanted), strict=True):
         shape, tokens = state.shape[:2], state.shape[-1]
-        mass = target.at(window, n)
+        mass = future[..., :tokens]
         pos = torch.arange(tokens, dtype=torch.int32).expand(*shape, tokens)
         length = torch.full((shape[0],), tokens)
         log_weight = torch.zeros(pos.shape).masked_fill_(protect.mask(pos, length, length), -torch.inf)
@@ -117,7 +147,7 @@ def make_sample(
         torch.stack([_pad(part[i], most, fill) for part in parts], dim=2)
         for i, fill in enumerate((0.0, 0.0, 0.0, -torch.inf))
     )
-    return Sample(window.keys, window.value_norm, index, dynamic, mass, log_weight)
+    return Sample(window.keys, window.values, index, dynamic, mass, log_weight)
 
 
 def draw(mass: Tensor, log_weight: Tensor, slots: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

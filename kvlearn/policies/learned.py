@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 from torch import Tensor
 
 from kvlearn.errors import KvlearnError
-from kvlearn.features import value_norms
 from kvlearn.kernels.score import score as forecast
 from kvlearn.policies.base import Policy, Slots
 from kvlearn.shapes import GroupReduce
@@ -28,7 +27,7 @@ class Learned(Policy):
     Args:
         scorer: a trained :class:`kvlearn.Scorer`.
         source: where it came from (a folder or Hub id): what rows call this policy.
-        inputs: how the cache stores what the scorer reads of each key: ``"int8"`` takes half the memory of
+        inputs: how the cache stores what the scorer reads of keys and values: ``"int8"`` takes half the memory of
             ``"float16"`` and is not exact.
 
     Raises:
@@ -80,7 +79,7 @@ class Learned(Policy):
     def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """The scorer's static inputs of new tokens, ``[B, H, C, R]``."""
         scorer = self._scorer()
-        static = scorer.static(layer, keys, value_norms(values))
+        static = scorer.static(layer, keys, values)
         return scorer.encode(layer, static) if self.inputs == "int8" else static
 
     def score(self, slots: Slots) -> Tensor:

@@ -10,36 +10,11 @@ import torch
 from torch import Tensor
 
 from kvlearn.errors import KvlearnError
-from kvlearn.history import decode_mass
 from kvlearn.policies.base import Policy, Slots
-from kvlearn.targets import future_table
+from kvlearn.targets import Reduce, future_table
 
-Foresight = Literal["sum", "mean", "max", "peak", "discounted"]
-"""How the future is read: see :data:`kvlearn.targets.Reduce`, and :func:`discounted`."""
-
-MAX_DISCOUNT, SUM_DISCOUNT, SUM_WEIGHT = 0.985, 0.97, 0.1
-"""Of :func:`discounted`; found by the loss of language modelling at 256 of 2,048 slots."""
-
-
-def discounted(mean_code: Tensor) -> Tensor:
-    """The largest block mean to come, a little of their sum besides, and the nearer the better.
-
-    Args:
-        mean_code: ``[N, B, H, T]`` uint8, encoded block mean mass.
-
-    Returns:
-        ``[N + 1, B, H, T]`` float32: row ``n`` is what is still to come when ``n`` blocks have been observed.
-    """
-    blocks = mean_code.shape[0]
-    table = torch.zeros(blocks + 1, *mean_code.shape[1:], device=mean_code.device)
-    largest = torch.zeros_like(table[0])
-    total = torch.zeros_like(table[0])
-    for n in range(blocks - 1, -1, -1):
-        mass = decode_mass(mean_code[n])
-        largest = torch.maximum(mass, MAX_DISCOUNT * largest)
-        total = mass + SUM_DISCOUNT * total
-        table[n] = largest + SUM_WEIGHT * total
-    return table
+Foresight = Literal["sum", Reduce]
+"""How the future is read: see :data:`kvlearn.targets.Reduce`; ``"sum"`` is the mean times the blocks to come."""
 
 
 class Observed(NamedTuple):
@@ -111,8 +86,6 @@ class Future:
             codes[1, first:last].scatter_(-1, index, one.peak_code)
             first = last
         mean_code, peak_code = codes[..., :tokens]
-        if reduce == "discounted":
-            return cls(discounted(mean_code).half(), ends)
         table = future_table(mean_code, peak_code, block=1, reduce="mean" if reduce == "sum" else reduce)
         if reduce == "sum":
             table *= torch.arange(len(ends), -1, -1, device=ends.device).view(-1, 1, 1, 1)  # blocks to come
@@ -142,8 +115,8 @@ class Oracle(Policy):
 
     Args:
         future: the future of each layer.
-        reduce: ``"discounted"`` (:func:`discounted`, which loses least); ``"max"`` or ``"mean"`` of the future blocks'
-            mean mass; ``"sum"``, which ranks as the mean does; or ``"peak"``, the largest mass of one query.
+        reduce: how the future is read, see :data:`kvlearn.targets.Reduce`: ``"discounted"`` loses least. Besides them
+            there is ``"sum"``, which ranks as the mean does.
 
     Raises:
         KvlearnError: no future is given.

@@ -15,6 +15,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.kernels.score import Weights, evaluate
 from kvlearn.scorers import files
 from kvlearn.scorers.config import ScorerConfig
+from kvlearn.scorers.encoder import ENCODERS, versions
 
 if TYPE_CHECKING:
     from typing import Self
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 START = "log_ema64"
 """The dynamic feature that an untrained scorer returns: the ranking of the ``ema`` policy."""
 
-_SCALARS = len(features.STATIC_SCALARS)
 _CODES = 24  # int8 codes a standard deviation: 127 codes reach 5.3 deviations, where larger inputs are cut off
 _LEAST_STD = 1e-4  # a feature that varies less than this in the data is not divided by its deviation
 
@@ -48,9 +48,9 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         super().__init__()
         self.config = config
         lead = (len(config.layers), config.heads)
-        inputs, hidden, rank = config.inputs, config.hidden, config.key_rank
+        inputs, hidden = config.inputs, config.hidden
         self.index_of = {layer: i for i, layer in enumerate(config.layers)}
-        self.projection = nn.Parameter(torch.empty(*lead, config.head_dim, rank)) if rank else None
+        self.encoder = ENCODERS[config.encoder](config) if config.encoder in ENCODERS else None
         self.skip = nn.Parameter(torch.empty(*lead, inputs))
         self.bias = nn.Parameter(torch.empty(*lead))
         self.w1 = nn.Parameter(torch.empty(*lead, inputs, hidden)) if hidden else None
@@ -60,6 +60,10 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.std: Tensor
         self.register_buffer("mean", torch.zeros(*lead, inputs))
         self.register_buffer("std", torch.ones(*lead, inputs))
+        self.code_mean: Tensor
+        self.code_std: Tensor
+        self.register_buffer("code_mean", torch.zeros(*lead, config.static_size))
+        self.register_buffer("code_std", torch.ones(*lead, config.static_size))
         self._cache: dict[tuple[int, bool], Weights] = {}
         self._cache_key: tuple[int, ...] = ()
         self.reset_parameters()
@@ -86,30 +90,28 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.skip.zero_()
         self.skip[..., start] = self.std[..., start]
         self.bias.copy_(self.mean[..., start])
-        if self.projection is not None:
-            nn.init.normal_(self.projection, std=self.config.head_dim**-0.5)
+        if self.encoder is not None:
+            self.encoder.reset_parameters()
         if self.w1 is not None and self.b1 is not None and self.w2 is not None:
             nn.init.normal_(self.w1, std=self.config.inputs**-0.5)
             nn.init.uniform_(self.b1, -1.0, 1.0)
             self.w2.zero_()
 
     @torch.no_grad()
-    def fit_inputs(self, dynamic: Tensor, keys: Tensor, value_norm: Tensor) -> None:
-        """Set the standardisation and the key projection from data, and reset all other weights.
-
-        The projection starts at the ``R`` principal directions of each head's keys.
+    def fit_inputs(self, dynamic: Tensor, vectors: Tensor) -> None:
+        """Set the standardisation and where the encoder starts from data, and reset all other weights.
 
         Args:
             dynamic: ``[L, H, M, F]`` dynamic features of a sample of slots.
-            keys: ``[L, H, N, D]`` a sample of keys before the rotary embedding.
-            value_norm: ``[L, H, N]`` norms of the values of the same tokens.
+            vectors: ``[L, 2 H, N, D]`` a sample of tokens, from :func:`kvlearn.features.layer_vectors`.
         """
         self.mean.zero_()
         self.std.fill_(1.0)
         self.reset_parameters()
-        if self.projection is not None:
-            self.projection.copy_(_principal(keys.float(), self.config.key_rank))
-        own = self.static_inputs(keys, value_norm)
+        if self.encoder is not None:
+            self.encoder.fit(vectors)
+        own = self.static_inputs(vectors)
+        self.track(own, 1.0)
         for part, at in ((dynamic.float(), slice(0, dynamic.shape[-1])), (own, slice(dynamic.shape[-1], None))):
             std, mean = torch.std_mean(part, dim=-2)
             self.std[..., at] = torch.where(std > _LEAST_STD, std, torch.ones_like(std))
@@ -134,23 +136,31 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
 
     # ---- training: all layers at once --------------------------------------------------------------------------
 
-    def static_inputs(self, keys: Tensor, value_norm: Tensor) -> Tensor:
-        """Static features of all layers in float32, so that gradients reach the projection.
+    def static_inputs(self, vectors: Tensor) -> Tensor:
+        """Static inputs of all layers in float32, so that gradients reach the encoder.
 
         :meth:`static` gives the same numbers rounded to :data:`kvlearn.features.STATIC_DTYPE`.
 
         Args:
-            keys: ``[L, H, C, D]`` before the rotary embedding.
-            value_norm: ``[L, H, C]``.
+            vectors: ``[L, 2 H, C, D]`` from :func:`kvlearn.features.layer_vectors`.
 
         Returns:
             ``[L, H, C, R + 2]``.
         """
-        scalars = features.static_features(keys, value_norm, None).float()
-        if self.projection is None:
-            return scalars
-        rounded = keys.to(features.KEY_DTYPE).float()
-        return torch.cat([scalars, rounded @ self.projection.float()], dim=-1)
+        scalars = features.static_scalars(vectors)
+        return scalars if self.encoder is None else torch.cat([scalars, self.encoder(vectors)], dim=-1)
+
+    @torch.no_grad()
+    def track(self, static: Tensor, rate: float) -> None:
+        """Follow what static inputs have become in training, for the steps of :meth:`encode`.
+
+        Args:
+            static: ``[L, H, N, R + 2]`` of a sample of tokens.
+            rate: how far to move from the mean and deviation known so far to those of the sample; 1 replaces them.
+        """
+        std, mean = torch.std_mean(static, dim=-2)
+        self.code_mean.lerp_(mean, rate)
+        self.code_std.lerp_(std.clamp(min=_LEAST_STD), rate)
 
     def forward(self, dynamic: Tensor, static: Tensor) -> Tensor:
         """Scores of all layers.
@@ -167,19 +177,26 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
 
     # ---- run time: one layer -----------------------------------------------------------------------------------
 
-    def static(self, layer: int, keys: Tensor, value_norm: Tensor) -> Tensor:
+    @torch.no_grad()
+    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Score inputs computed once, when tokens are written.
 
         Args:
             layer: index of the layer in the model.
             keys: ``[B, H, C, D]`` before the rotary embedding.
-            value_norm: ``[B, H, C]`` Euclidean norm of the values.
+            values: ``[B, H, C, D]``.
 
         Returns:
             ``[B, H, C, R + 2]`` of :data:`kvlearn.features.STATIC_DTYPE`.
+
+        Raises:
+            KvlearnError: the scorer has no such layer.
         """
-        projection = None if self.projection is None else self.projection[self._index(layer)].detach()
-        return features.static_features(keys, value_norm, projection)
+        vectors, index = features.layer_vectors(keys, values), self._index(layer)
+        static = features.static_scalars(vectors)
+        if self.encoder is not None:
+            static = torch.cat([static, self.encoder.encode(index, vectors)], dim=-1)
+        return static.to(features.STATIC_DTYPE)
 
     @torch.no_grad()
     def encode(self, layer: int, static: Tensor) -> Tensor:
@@ -195,8 +212,8 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         Returns:
             int8 of the same shape.
         """
-        own = self._index(layer), slice(None), slice(len(features.DYNAMIC), None)
-        mean, std = self.mean[own][:, None], self.std[own][:, None]  # [H, 1, R + 2]
+        index = self._index(layer)
+        mean, std = self.code_mean[index][:, None], self.code_std[index][:, None]  # [H, 1, R + 2]
         return ((static.float() - mean) * (_CODES / std)).round_().clamp_(-127, 127).to(torch.int8)
 
     @torch.no_grad()
@@ -232,8 +249,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         Raises:
             KvlearnError: the scorer has no such layer.
         """
-        tensors = (*self._parameters.values(), *self._buffers.values())
-        key = tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+        key = versions(self)
         if key != self._cache_key:
             self._cache.clear()
             self._cache_key = key
@@ -242,9 +258,8 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
             index = self._index(layer)
             folded = self._fold(slice(index, index + 1)).map(lambda t: t.float().contiguous())
             if encoded:
-                own = index, slice(None), slice(len(features.DYNAMIC), None)
-                bias = folded.bias + folded.static @ self.mean[own][..., None]
-                folded = folded._replace(static=folded.static * (self.std[own][:, None] / _CODES), bias=bias)
+                bias = folded.bias + folded.static @ self.code_mean[index][..., None]
+                folded = folded._replace(static=folded.static * (self.code_std[index][:, None] / _CODES), bias=bias)
             self._cache[layer, encoded] = folded
         return folded
 
@@ -352,15 +367,6 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         if push_to_hub:
             return str(self.push_to_hub(repo_id or Path(save_directory).name, **push_to_hub_kwargs))
         return None
-
-
-def _principal(keys: Tensor, rank: int) -> Tensor:
-    """``[L, H, D, R]`` principal directions of ``[L, H, N, D]`` keys, the widest first, each scaled to unit spread."""
-    centred = keys - keys.mean(-2, keepdim=True)
-    size, direction = torch.linalg.eigh(centred.transpose(-1, -2) @ centred / keys.shape[-2])  # narrowest first
-    largest = direction.abs().argmax(-2, keepdim=True)  # eigenvectors have no sign of their own: fix one
-    direction = direction * direction.gather(-2, largest).sign()
-    return (direction * size[..., None, :].clamp(min=1e-6).rsqrt())[..., -rank:].flip(-1)
 
 
 def _shapes(cls: type[Scorer], config: ScorerConfig) -> dict[str, list[int]]:

@@ -81,21 +81,43 @@ def render(config: ScorerConfig) -> str:
 
 
 def _facts(config: ScorerConfig) -> str:
-    horizon = ", ".join("to the end" if h == 0 else f"{h} queries" for h in config.horizon)
-    recipe = config.training.get("data")
-    power = recipe.get("value_power") if isinstance(recipe, dict) else None
-    weight = f", times the norm of the value to the power {power:g}" if power else ""
     rows = {
         "network": "linear" if config.kind == "linear" else f"linear plus {config.hidden} hidden units",
         "scorers": f"{len(config.layers)} layers x {config.heads} KV heads",
-        "key projection": f"{config.key_rank} numbers per key" if config.key_rank else "none",
-        "forecast": f"{config.reduce} mass over {horizon}{weight}",
+        "reads of keys and values": _encoder(config),
+        "forecast": _forecast(config),
         "observed": f"blocks of {config.block} queries, {config.group_reduce} over the query heads of a KV head",
         "layer budgets": "equal" if config.budgets is None else ", ".join(f"{b:.3g}" for b in config.budgets),
     }
     if config.model.get("weights"):
         rows["trained for weights"] = f"`{config.model['weights']}`"
     return "\n".join(f"- {name}: {value}" for name, value in rows.items())
+
+
+def _encoder(config: ScorerConfig) -> str:
+    numbers = f"their norms, and {config.key_rank} numbers per token and KV head"
+    if config.encoder == "key":
+        return f"{numbers} by a linear map of the head's own key"
+    if config.encoder == "layer":
+        hidden = f"linear plus {config.encoder_hidden} hidden units"
+        return f"{numbers} from the keys and values of all KV heads of the layer ({hidden})"
+    return "their norms"
+
+
+_REDUCED = {
+    "mean": "mean mass per query",
+    "max": "largest block mean of mass",
+    "peak": "largest mass that one query gives",
+    "discounted": "largest block mean of mass, the nearer the more, and a little of the sum of block means",
+    "discounted-peak": "largest mass that one query gives, the nearer the more",
+}
+
+
+def _forecast(config: ScorerConfig) -> str:
+    horizon = ", ".join("to the end of the text" if h == 0 else f"over {h} queries" for h in config.horizon)
+    power = f" to the power {config.value_power:g}" if config.value_power != 1 else ""
+    weight = f", times the norm of the value{power}" if config.value_power else ""
+    return f"{_REDUCED[config.reduce]}, {horizon}{weight}"
 
 
 def check_results(results: Any, source: str) -> tuple[dict[str, Any], ...]:

@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 from kvlearn import features, history
 from kvlearn.errors import KvlearnError
 from kvlearn.shapes import DEFAULT_BLOCK, GroupReduce
+from kvlearn.targets import Reduce
 
-FORMAT = 1
+FORMAT = 2
 """Version of the folder's layout. Raised when an older kvlearn could no longer read what is written."""
 
 Kind = Literal["linear", "mlp"]
-Reduce = Literal["mean", "max", "peak"]
+Encoder = Literal["none", "key", "layer"]
 
 _MEAN_TOLERANCE = 1e-3  # how far the mean of the layer budgets may be from 1
 
@@ -31,12 +32,15 @@ class ScorerConfig:
         head_dim: ``D``.
         kind: ``"linear"``, or ``"mlp"``: linear plus one hidden layer.
         hidden: hidden width of an MLP, 0 for linear.
-        key_rank: numbers to which each key is projected, ``R``; 0 reads no key content.
+        encoder: what is read of the content of keys and values: ``"none"``; ``"key"``: each KV head's own key, by a
+            linear map; or ``"layer"``: the keys and values of all KV heads, by a linear map plus one hidden layer.
+        key_rank: numbers that the encoder gives for each KV head, ``R``; 0 for encoder ``"none"``.
+        encoder_hidden: width of the hidden layer of encoder ``"layer"``.
         block: queries per observed block, ``W``, of the traces it was trained on.
         group_reduce: how query heads were reduced to their KV head when attention was observed.
         horizon: future queries that the forecast covers; several are averaged, 0 is to the end of the text.
-        reduce: what is forecast over the horizon: ``"mean"`` mass, ``"max"`` of block means, or ``"peak"``, the max of
-            block maxima.
+        reduce: what is forecast over the horizon; see :data:`kvlearn.targets.Reduce`.
+        value_power: what is forecast is multiplied by the norm of the value to this power; 0 forecasts plain mass.
         model: :func:`kvlearn.models.fingerprint` of the model it was trained for; empty when it has not been trained.
         training: the recipe: every option of the training run.
         data: the traces it was trained on.
@@ -53,11 +57,14 @@ class ScorerConfig:
     head_dim: int
     kind: Kind = "mlp"
     hidden: int = 32
+    encoder: Encoder = "key"
     key_rank: int = 8
+    encoder_hidden: int = 64
     block: int = DEFAULT_BLOCK
     group_reduce: GroupReduce = "mean"
     horizon: tuple[int, ...] = (256,)
     reduce: Reduce = "mean"
+    value_power: float = 0.0
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -74,15 +81,29 @@ class ScorerConfig:
             raise KvlearnError(f"scorer.kind is {self.kind!r}; use 'linear' or 'mlp'.")
         if (self.hidden != 0) if self.kind == "linear" else (self.hidden < 1):
             raise KvlearnError(f"scorer.hidden is {self.hidden} for kind {self.kind!r}; linear takes 0, mlp 1 or more.")
-        if not 0 <= self.key_rank <= self.head_dim:
-            raise KvlearnError(f"scorer.key_rank is {self.key_rank}; it must lie in 0 to {self.head_dim} (head_dim).")
+        self._check_encoder()
         if self.group_reduce not in get_args(GroupReduce):
             raise KvlearnError(f"scorer.group_reduce is {self.group_reduce!r}; use 'mean' or 'max'.")
         if self.reduce not in get_args(Reduce):
-            raise KvlearnError(f"scorer.reduce is {self.reduce!r}; use 'mean', 'max' or 'peak'.")
+            raise KvlearnError(f"scorer.reduce is {self.reduce!r}; use one of {', '.join(get_args(Reduce))}.")
         if not self.horizon or any(h < 0 for h in self.horizon):
             raise KvlearnError(f"scorer.horizon is {list(self.horizon)}; give numbers of queries, 0 for 'to the end'.")
+        if not math.isfinite(self.value_power):
+            raise KvlearnError(f"scorer.value_power is {self.value_power}; give a finite number.")
         self._check_budgets()
+
+    def _check_encoder(self) -> None:
+        if self.encoder not in get_args(Encoder):
+            raise KvlearnError(f"scorer.encoder is {self.encoder!r}; use one of {', '.join(get_args(Encoder))}.")
+        if self.encoder_hidden < 1:
+            raise KvlearnError(f"scorer.encoder_hidden is {self.encoder_hidden}; it must be 1 or more.")
+        if self.encoder == "none" and self.key_rank != 0:
+            raise KvlearnError(f"scorer.key_rank is {self.key_rank} for encoder 'none', which gives 0 numbers.")
+        if self.encoder != "none" and not 1 <= self.key_rank <= self.head_dim:
+            raise KvlearnError(
+                f"scorer.key_rank is {self.key_rank}; it must lie in 1 to {self.head_dim} (head_dim), or be 0 with "
+                "encoder 'none'."
+            )
 
     def _check_budgets(self) -> None:
         if self.budgets is None:
@@ -120,13 +141,15 @@ class ScorerConfig:
             "scorer": {
                 "kind": self.kind,
                 "hidden": self.hidden,
+                "encoder": self.encoder,
                 "key_rank": self.key_rank,
+                "encoder_hidden": self.encoder_hidden,
                 "layers": list(self.layers),
                 "heads": self.heads,
                 "head_dim": self.head_dim,
             },
             "observation": {"block": self.block, "group_reduce": self.group_reduce},
-            "forecast": {"horizon": list(self.horizon), "reduce": self.reduce},
+            "forecast": {"horizon": list(self.horizon), "reduce": self.reduce, "value_power": self.value_power},
             "model": dict(self.model),
             "training": dict(self.training),
             "data": dict(self.data),
@@ -149,7 +172,7 @@ class ScorerConfig:
         read = _Reader(data, source)
         version = read("format", int)
         if version != FORMAT:
-            hint = "update kvlearn" if version > FORMAT else "export the scorer again"
+            hint = "update kvlearn" if version > FORMAT else "train the scorer again, or use the kvlearn that made it"
             raise KvlearnError(f"{source}: format is {version} and this kvlearn reads {FORMAT}; {hint}.")
         if read("features.version", int) != features.VERSION:
             raise KvlearnError(
@@ -163,11 +186,14 @@ class ScorerConfig:
                 head_dim=read("scorer.head_dim", int),
                 kind=read("scorer.kind", str),
                 hidden=read("scorer.hidden", int),
+                encoder=read("scorer.encoder", str),
                 key_rank=read("scorer.key_rank", int),
+                encoder_hidden=read("scorer.encoder_hidden", int),
                 block=read("observation.block", int),
                 group_reduce=read("observation.group_reduce", str),
                 horizon=tuple(read.list("forecast.horizon", int)),
                 reduce=read("forecast.reduce", str),
+                value_power=float(read("forecast.value_power", float)),
                 model=read("model", dict),
                 training=read("training", dict),
                 data=read("data", dict),
@@ -183,7 +209,7 @@ class ScorerConfig:
 
 
 def _feature_definition(key_rank: int) -> dict[str, Any]:
-    static = [*features.STATIC_SCALARS, *(f"key{i}" for i in range(key_rank))]
+    static = [*features.STATIC_SCALARS, *(f"encoded{i}" for i in range(key_rank))]
     return {"version": features.VERSION, "dynamic": list(features.DYNAMIC), "static": static}
 
 

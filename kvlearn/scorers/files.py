@@ -130,8 +130,9 @@ def _check_values(source: str, weights: dict[str, Tensor]) -> None:
             raise KvlearnError(
                 f"{source}: {name} holds NaN or infinite weights; the training diverged or the file is damaged."
             )
-    if not (weights["std"] > 0).all():
-        raise KvlearnError(f"{source}: std holds a value that is not above 0; the file is damaged.")
+    for name, tensor in weights.items():
+        if name.endswith("std") and not (tensor > 0).all():
+            raise KvlearnError(f"{source}: {name} holds a value that is not above 0; the file is damaged.")
 
 
 def write(folder: Path, config: ScorerConfig, weights: dict[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Traces: what is logged from a model over a text, enough to rebuild features and targets offline.
 
 A trace is a folder: Arrow shards that ``datasets.load_from_disk`` opens, and ``trace.json``, which says where they come
-from. It holds raw observations (attention codes, keys before rotation, value norms), not features, so features and
-targets can change without a new trace.
+from. It holds raw observations (attention codes, keys before rotation, values), not features, so features and targets
+can change without a new trace.
 """
 
 from kvlearn.traces.collect import Feed, MakeFeed, TextWindow, WindowRecorder, collect

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlearn import features
 from kvlearn.errors import KvlearnError
-from kvlearn.traces.format import Manifest, TraceWriter
+from kvlearn.traces.format import VECTORS, Manifest, TraceWriter
 from kvlearn.traces.layout import Layout
 
 Feed = Callable[[Tensor], None]
@@ -61,25 +61,25 @@ class WindowRecorder:
 
     Args:
         layout: sizes.
-        keep_tokens: keep keys and value norms.
+        keep_tokens: keep keys and values.
 
     Attributes:
-        keys: per layer, ``[H, C, D]`` for each call.
-        norms: per layer, ``[H, C]`` for each call.
+        keys: per layer, codes ``[H, C, D]`` and scales ``[H, C]`` for each call.
+        values: likewise.
         seen: per layer, positions, mean codes and peak codes ``[H, S]`` for each block.
     """
 
     layout: Layout
     keep_tokens: bool = True
-    keys: dict[int, list[Tensor]] = field(default_factory=dict)
-    norms: dict[int, list[Tensor]] = field(default_factory=dict)
+    keys: dict[int, list[features.Vectors]] = field(default_factory=dict)
+    values: dict[int, list[features.Vectors]] = field(default_factory=dict)
     seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
 
     def tokens(self, layer: int, pos: Tensor, keys: Tensor, values: Tensor) -> None:
         """New tokens: positions ``[1, C]``, keys before rotation and values ``[1, H, C, D]``."""
         if self.keep_tokens:
-            self.keys.setdefault(layer, []).append(keys[0].to(features.KEY_DTYPE))
-            self.norms.setdefault(layer, []).append(features.value_norms(values[0]))
+            self.keys.setdefault(layer, []).append(features.encode_vectors(keys[0]))
+            self.values.setdefault(layer, []).append(features.encode_vectors(values[0]))
 
     def blocks(self, layer: int, pos: Tensor, mean_code: Tensor, peak_code: Tensor, queries: Tensor) -> None:
         """Observed blocks: slot positions ``[1, H, S]``, codes ``[N, 1, H, S]``, queries per block ``[N, 1]``."""
@@ -90,17 +90,20 @@ class WindowRecorder:
         blocks += [(pos[0], mean_code[n, 0], peak_code[n, 0]) for n in range(mean_code.shape[0])]
 
     def token_columns(self) -> dict[str, bytes]:
-        """``keys`` and ``value_norm`` as a trace stores them."""
+        """Keys and values as a trace stores them."""
         layers = self.layout.layers
-        keys = torch.stack([torch.cat(self.keys[layer], dim=1) for layer in layers])  # [L, H, T, D]
-        norms = torch.stack([torch.cat(self.norms[layer], dim=1) for layer in layers])  # [L, H, T]
-        expected = (len(layers), self.layout.heads, self.layout.window, self.layout.head_dim)
-        if keys.shape != expected:
-            raise KvlearnError(
-                f"the model's keys have the shape {tuple(keys.shape)}, expected {expected}: models whose layers differ "
-                "in KV heads or head dimension cannot be traced."
-            )
-        return {"keys": to_bytes(keys), "value_norm": to_bytes(norms)}
+        expected = (self.layout.heads, self.layout.window, self.layout.head_dim)
+        columns = []
+        for calls in (self.keys, self.values):
+            joined = [_join(calls[layer]) for layer in layers]
+            for layer, vectors in zip(layers, joined, strict=True):
+                if vectors.codes.shape != expected:
+                    raise KvlearnError(
+                        f"keys or values of layer {layer} have the shape {tuple(vectors.codes.shape)}, expected "
+                        f"{expected}: models whose layers differ in KV heads or head dimension cannot be traced."
+                    )
+            columns += [torch.stack(parts) for parts in zip(*joined, strict=True)]  # [L, H, T, D], [L, H, T]
+        return dict(zip(VECTORS, map(to_bytes, columns), strict=True))
 
     def code_columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """What was observed, on token columns.
@@ -130,6 +133,14 @@ class WindowRecorder:
                     wide.scatter_(-1, column.to(wide.device), source.to(wide))
                     target[row, :, block] = wide[:, :end]
         return held, mean, peak
+
+
+def _join(calls: list[features.Vectors]) -> features.Vectors:
+    return features.Vectors(*(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True)))
+
+
+def _join(calls: list[features.Vectors]) -> features.Vectors:
+    return features.Vectors(*(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True)))
 
 
 def to_bytes(tensor: Tensor) -> bytes:

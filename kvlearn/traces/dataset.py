@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvlearn import features, history
+from kvlearn import history
 from kvlearn.errors import KvlearnError
+from kvlearn.features import Vectors
 from kvlearn.traces.collect import unpack_bits
-from kvlearn.traces.format import Manifest, Shard, check_size
+from kvlearn.traces.format import VECTORS, Manifest, Shard, check_size
 from kvlearn.traces.layout import Layout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Window:
         doc: name of the document, or of the first of several short ones.
         start: position of the first token in that document.
         documents: names of all documents in the window.
-        keys: ``[L, H, T, D]`` bfloat16, before rotation.
-        value_norm: ``[L, H, T]`` float16.
+        keys: of ``[L, H, T, D]``, before rotation, as they are stored.
+        values: likewise.
         mean_code: ``[N, L, H, T]`` uint8, mean mass of the full-cache run, by :func:`kvlearn.history.encode_mass`;
             0 for tokens that came after the block.
         peak_code: ``[N, L, H, T]`` uint8, likewise for the maximum.
@@ -52,8 +55,8 @@ class Window:
     doc: str
     start: int
     documents: tuple[str, ...]
-    keys: Tensor
-    value_norm: Tensor
+    keys: Vectors
+    values: Vectors
     mean_code: Tensor
     peak_code: Tensor
     policy: str | None = None
@@ -66,6 +69,10 @@ class Window:
     def block(self) -> int:
         """``W``."""
         return self.layout.block
+
+    def layer_vectors(self) -> Tensor:
+        """``[L, 2 H, T, D]`` float32: what :func:`kvlearn.features.layer_vectors` gives for the same tokens."""
+        return torch.cat([self.keys.decode(), self.values.decode()], dim=1)
 
 
 class Trace:
@@ -114,6 +121,19 @@ class Trace:
             IndexError: there is no such window.
             KvlearnError: its shard is corrupt.
         """
+        return self._read(i, self._window)
+
+    def vectors(self, i: int) -> tuple[Vectors, Vectors]:
+        """Keys and values of the ``i``-th window alone, in a fraction of the time.
+
+        Raises:
+            IndexError: there is no such window.
+            KvlearnError: its shard is corrupt.
+        """
+        return self._read(i, self._vectors)
+
+    def _read(self, i: int, make: Callable[[dict[str, Any]], T]) -> T:
+        """What ``make`` makes of a window's columns."""
         number = range(len(self))[i]
         for shard in self.manifest.shards:
             if number < shard.windows:
@@ -123,7 +143,7 @@ class Trace:
             raise IndexError(i)
         self._verify(shard)
         try:
-            return self._window(self._row(shard, number))
+            return make(_row(self.path / shard.file, number))
         except (OSError, ValueError, KeyError, RuntimeError, StopIteration) as error:
             reason = str(error) or "it ends too soon"
             raise KvlearnError(f"shard {self.path / shard.file} cannot be read: {reason}.") from error
@@ -150,21 +170,14 @@ class Trace:
             )
         self._verified.add(shard.file)
 
-    def _row(self, shard: Shard, number: int) -> dict[str, Any]:
-        """One record batch of a shard: the others are skipped without being decompressed."""
-        import pyarrow as pa
-
-        with pa.memory_map(str(self.path / shard.file)) as source:
-            messages = pa.ipc.MessageReader.open_stream(source)
-            columns = pa.ipc.read_schema(messages.read_next_message())
-            for _ in range(number):
-                messages.read_next_message()
-            batch = pa.ipc.read_record_batch(messages.read_next_message(), columns)
-            row = {name: batch.column(name)[0] for name in columns.names}
-            return {
-                name: value.as_buffer() if pa.types.is_large_binary(value.type) else value.as_py()
-                for name, value in row.items()
-            }
+    def _vectors(self, row: dict[str, Any]) -> tuple[Vectors, Vectors]:
+        layout = self.layout
+        shape = (len(layout.layers), layout.heads, layout.window)
+        keys, key_scale, values, value_scale = (row[name] for name in VECTORS)
+        return (
+            Vectors(_tensor(keys, torch.int8).view(*shape, -1), _tensor(key_scale, torch.float16).view(shape)),
+            Vectors(_tensor(values, torch.int8).view(*shape, -1), _tensor(value_scale, torch.float16).view(shape)),
+        )
 
     def _window(self, row: dict[str, Any]) -> Window:
         layout = self.layout
@@ -183,6 +196,7 @@ class Trace:
             _dense(_tensor(row[name], torch.uint8).view(*shape, layout.packed), layout)
             for name in ("mean_code", "peak_code")
         )
+        keys, values = self._vectors(row)
         return Window(
             layout=layout,
             input_ids=torch.tensor(row["input_ids"], dtype=torch.int64),
@@ -190,12 +204,29 @@ class Trace:
             doc=row["doc"],
             start=row["start"],
             documents=tuple(row["documents"]),
-            keys=_tensor(row["keys"], features.KEY_DTYPE).view(*shape, layout.window, layout.head_dim),
-            value_norm=_tensor(row["value_norm"], features.NORM_DTYPE).view(*shape, layout.window),
+            keys=keys,
+            values=values,
             mean_code=mean,
             peak_code=peak,
             **on_policy,
         )
+
+
+def _row(path: Path, number: int) -> dict[str, Any]:
+    """One record batch of a shard: the others are skipped without being decompressed."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        messages = pa.ipc.MessageReader.open_stream(source)
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        for _ in range(number):
+            messages.read_next_message()
+        batch = pa.ipc.read_record_batch(messages.read_next_message(), schema)
+        row = {name: batch.column(name)[0] for name in batch.schema.names}
+        return {
+            name: value.as_buffer() if pa.types.is_large_binary(value.type) else value.as_py()
+            for name, value in row.items()
+        }
 
 
 def _tensor(data: Any, dtype: torch.dtype) -> Tensor:

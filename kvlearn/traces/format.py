@@ -22,14 +22,17 @@ from kvlearn.traces.layout import Layout
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 """Of the manifest and the columns; another version is refused."""
 
 MANIFEST = "trace.json"
 SHARD_BYTES = 256 * 2**20
 """Size that a shard may reach before compression."""
 
-TENSORS = ("keys", "value_norm", "mean_code", "peak_code")
+VECTORS = ("keys", "key_scale", "values", "value_scale")
+"""Columns of every trace that hold keys before rotation and values, as :class:`kvlearn.features.Vectors`."""
+
+TENSORS = (*VECTORS, "mean_code", "peak_code")
 """Columns of every trace that hold the bytes of a tensor; see :mod:`kvlearn.traces.dataset` for their shapes."""
 
 SEEN = ("held", "seen_mean", "seen_peak")
@@ -142,11 +145,13 @@ class Manifest:
             raise KvlearnError(f"{path} cannot be read: {error}.") from error
         if not isinstance(data, dict) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, dict) else None
-            raise KvlearnError(f"{path} has version {found}, and this kvlearn reads version {VERSION}.")
+            raise KvlearnError(
+                f"{path} has version {found}, and this kvlearn reads version {VERSION}; trace the text again."
+            )
         try:
             layout = Layout(**{**data["layout"], "layers": tuple(data["layout"]["layers"])})
             shards = tuple(Shard(**shard) for shard in data["shards"])
-            known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+            known = {f.name: data[f.name] for f in fields(cls)}
             return cls(**{**known, "layout": layout, "shards": shards})
         except (KeyError, TypeError) as error:
             raise KvlearnError(f"{path} lacks or misnames a field: {error}.") from error

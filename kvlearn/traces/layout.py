@@ -49,7 +49,7 @@ class Layout:
     @property
     def window_bytes(self) -> int:
         """Bytes of a window's tensors before compression, without what an on-policy trace adds."""
-        return len(self.layers) * self.heads * (self.window * (2 * self.head_dim + 2) + 2 * self.packed)
+        return len(self.layers) * self.heads * (self.window * 2 * (self.head_dim + 2) + 2 * self.packed)
 
     @property
     def cache_bytes(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tracing_helpers import layout_of, run, tiny_trace
 
 import kvlearn
-from kvlearn import features
+from kvlearn import Scorer, features
 from kvlearn.policies.base import Policy, Slots
 from kvlearn.traces import Trace, Window, replay
 
@@ -22,14 +22,14 @@ from kvlearn.traces import Trace, Window, replay
 class ReadsAll(Policy):
     """Scores by what a learned scorer reads, so that the cache keeps all of it."""
 
-    projection: Tensor
+    scorer: Scorer
 
     name = "reads-all"
     summary = paper = "for tests"
     reads = frozenset({"history", "static"})
 
     def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        return features.static_features(keys, features.value_norms(values), self.projection)
+        return self.scorer.static(layer, keys, values)
 
     def score(self, slots: Slots) -> Tensor:
         assert slots.state is not None
@@ -44,27 +44,39 @@ def dynamic(state: Tensor) -> Tensor:
     return features.dynamic_features(state, pos, torch.full((layers,), tokens))
 
 
-def offline_static(window: Window, layer: int, projection: Tensor) -> Tensor:
-    return features.static_features(window.keys[layer : layer + 1], window.value_norm[layer : layer + 1], projection)
+def random_scorer(model: Any, encoder: str) -> Scorer:
+    scorer = Scorer.for_model(model, encoder=encoder, key_rank=3)
+    vectors = torch.randn(len(scorer.config.layers), 2 * scorer.config.heads, 50, scorer.config.head_dim)
+    scorer.fit_inputs(torch.randn(*vectors.shape[:1], scorer.config.heads, 50, len(features.DYNAMIC)), vectors)
+    return scorer
 
 
-def online(model: Any, window: Window, budget: int, block: int, chunk: int, projection: Tensor) -> Any:
-    cache = kvlearn.EvictingCache(model, ReadsAll(projection), budget, block=block)
+def online(model: Any, window: Window, budget: int, block: int, chunk: int, scorer: Scorer) -> Any:
+    cache = kvlearn.EvictingCache(model, ReadsAll(scorer), budget, block=block)
     for ids in window.input_ids[None].split(chunk, dim=1):
         run(model, cache, ids)
     return cache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("window", "block", "spare"), [(96, 8, 0), (105, 15, 7), (63, 9, 200), (64, 1, 3)])
+@pytest.mark.parametrize(
+    ("window", "block", "spare", "encoder"),
+    [(96, 8, 0, "key"), (105, 15, 7, "layer"), (63, 9, 200, "layer"), (64, 1, 3, "key")],
+)
 def test_offline_features_equal_online_features(
-    tiny_llama: Callable[..., Any], tmp_path: Path, dtype: torch.dtype, window: int, block: int, spare: int
+    tiny_llama: Callable[..., Any],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    window: int,
+    block: int,
+    spare: int,
+    encoder: str,
 ) -> None:
     model = tiny_llama(layers=3, dtype=dtype)
     tiny_trace(tmp_path / "t", model, windows=2, window=window, block=block)
-    projection = torch.randn(2, 16, 3)
+    scorer = random_scorer(model, encoder)
     for traced in Trace(tmp_path / "t"):
-        cache = online(model, traced, window + spare, block, window, projection)
+        cache = online(model, traced, window + spare, block, window, scorer)
         ((n, state, held),) = replay(traced, [window // block])
         assert (n, held) == (window // block, None)
         for i, layer in enumerate(cache.evicting_layers()):
@@ -73,7 +85,9 @@ def test_offline_features_equal_online_features(
             assert torch.equal(slots.state[0], state[i])
             expected = features.dynamic_features(slots.state, slots.pos, slots.length)
             assert torch.equal(expected[0], dynamic(state)[i])
-            assert torch.equal(slots.static, offline_static(traced, i, projection))
+            keys, values = traced.keys.decode(), traced.values.decode()
+            assert torch.equal(slots.static, scorer.static(i, keys[i : i + 1], values[i : i + 1]))
+            assert torch.equal(features.layer_vectors(keys, values), traced.layer_vectors()), "rounding twice is once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

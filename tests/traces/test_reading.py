@@ -44,9 +44,13 @@ def test_windows_come_in_order_from_all_shards(sharded: Path) -> None:
 
 def test_shapes_and_what_is_held(sharded: Path) -> None:
     for window in Trace(sharded):
-        assert window.keys.shape == (2, 2, 96, 16)
-        assert window.keys.dtype == torch.bfloat16
-        assert window.value_norm.shape == (2, 2, 96)
+        for vectors in (window.keys, window.values):
+            assert vectors.codes.shape == (2, 2, 96, 16)
+            assert vectors.codes.dtype == torch.int8
+            assert vectors.scale.shape == (2, 2, 96)
+            assert vectors.scale.dtype == torch.float16
+            assert bool((vectors.codes.abs().amax(-1) == 127).all()), "the scale makes use of the whole byte"
+        assert window.layer_vectors().shape == (2, 4, 96, 16)
         assert window.budget in (30, 50)
         assert window.held is not None
         assert window.seen_mean is not None
@@ -60,6 +64,25 @@ def test_shapes_and_what_is_held(sharded: Path) -> None:
         gone = ~window.held[:-1] & window.held[1:]
         assert not gone[..., :8].any(), "an evicted token came back"
         assert not window.seen_mean[~window.held].any()
+
+
+def test_vectors_can_be_read_without_the_rest(sharded: Path) -> None:
+    trace = Trace(sharded)
+    for i in (4, 0, -2):
+        for mine, theirs in zip(trace.vectors(i), (trace.window(i).keys, trace.window(i).values), strict=True):
+            assert torch.equal(mine.codes, theirs.codes)
+            assert torch.equal(mine.scale, theirs.scale)
+    with pytest.raises(IndexError):
+        trace.vectors(5)
+
+
+def test_a_manifest_without_a_field_is_refused(sharded: Path) -> None:
+    path = sharded / "trace.json"
+    text = json.loads(path.read_text())
+    del text["policy_sha256"]
+    path.write_text(json.dumps(text))
+    with pytest.raises(KvlearnError, match="lacks or misnames a field: 'policy_sha256'"):
+        Trace(sharded)
 
 
 def test_a_query_gives_away_all_its_attention(sharded: Path) -> None:
@@ -110,7 +133,8 @@ def test_a_shard_that_is_no_arrow_file_is_named(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "has version 99, and this kvlearn reads version 1"),
+        ({"version": 99}, "has version 99, and this kvlearn reads version 2; trace the text again"),
+        ({"version": 1}, "has version 1, and this kvlearn reads version 2; trace the text again"),
         ({"layout": {}}, "lacks or misnames a field"),
         ({"shards": [{"file": "x"}]}, "lacks or misnames a field"),
         ({"complete": False}, "unfinished"),
@@ -190,5 +214,5 @@ def test_a_hybrid_model_is_traced_in_its_full_attention_layers(tmp_path: Path) -
     writer = TraceWriter(tmp_path, manifest_of(layout, 1, policy="streaming", budgets="30"))
     collect(random_windows(1, 64), writer, feeds(model, 8))
     window = Trace(tmp_path).window(0)
-    assert window.keys.shape == (2, 1, 64, 16)
+    assert window.keys.codes.shape == (2, 1, 64, 16)
     assert not torch.equal(window.mean_code[:, 0], window.mean_code[:, 1])

@@ -209,6 +209,6 @@ def test_datasets_opens_it(tiny_llama: Callable[..., Any], tmp_path: Path, monke
     for row, window in zip(table, Trace(tmp_path), strict=True):
         assert row["input_ids"] == window.input_ids.tolist()
         assert (row["doc"], row["domain"], row["split"]) == (window.doc, window.domain, "train")
-        keys = torch.frombuffer(bytearray(row["keys"]), dtype=torch.bfloat16).view(window.keys.shape)
-        assert torch.equal(keys, window.keys)
+        codes = torch.frombuffer(bytearray(row["values"]), dtype=torch.int8).view(window.values.codes.shape)
+        assert torch.equal(codes, window.values.codes)
         assert (row["policy"], row["budget"]) == ("streaming", 40)
