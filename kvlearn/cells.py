@@ -79,10 +79,11 @@ class CellData:
 def cells(rows: Iterable[Row]) -> list[CellData]:
     """Sort rows into cells, ordered by model, task, metric, window and budget.
 
+    Rows that blame a part of the model are passed over (:mod:`kvlearn.report.blame` reads them).
     Rows of the full cache without a budget join the cell of every budget. Variants of a policy (block, protection,
     allocation) count as policies of their own.
     """
-    rows = list(rows)
+    rows = [row for row in rows if not row.get("blame")]
     labels = policy_labels(rows)
     found: dict[Cell, CellData] = {}
     for row in sorted(rows, key=_joins_every_budget):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from kvlearn import attention, policies, tasks
 from kvlearn.allocation import layer_budgets, read_shares
+from kvlearn.blame import parts
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
 from kvlearn.keeping import WatchedRun
+from kvlearn.models import fingerprint
+from kvlearn.plan import Cell, Group, Reference, foresight, oracles_of
 from kvlearn.policies.base import Policy
 from kvlearn.policies.oracle import Foresight, FutureRecorder, Oracle
 from kvlearn.policies.pyramidkv import pyramid_budgets
@@ -60,6 +63,8 @@ class Settings:
             ``pooled``, where the heads of a layer share its slots, as AdaKV has it;
             ``pyramid`` (:func:`kvlearn.policies.pyramidkv.pyramid_budgets`), or a file or a scorer's folder with one
             share for each layer (:func:`kvlearn.allocation.read_shares`).
+        blame: which parts of the model each policy is tried in, with the oracle everywhere else
+            (:func:`kvlearn.blame.parts`); empty for none.
     """
 
     policies: Sequence[str]
@@ -71,6 +76,7 @@ class Settings:
     block: int = 32
     protect: Protection = field(default_factory=Protection)
     allocation: str = UNIFORM
+    blame: str = ""
 
     def __post_init__(self) -> None:
         for name in ("policies", "budgets", "tasks", "seeds"):
@@ -81,38 +87,8 @@ class Settings:
                 raise KvlearnError(f"{name} names something twice: {', '.join(map(str, values))}.")
         if self.batch < 1:
             raise KvlearnError(f"batch is {self.batch}; give a number of cases that is 1 or more.")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One policy at one budget with one seed, on one task."""
-
-    task: Task
-    spec: str
-    policy: Policy | None  # None for the oracle, which is made anew for every batch of cases
-    budget: int
-    seed: int
-    reduce: Foresight | None = None  # of the oracle
-
-    @property
-    def label(self) -> str:
-        """What rows call the policy."""
-        return self.spec if self.policy is None else self.policy.label
-
-    @property
-    def kind(self) -> str:
-        """The policy's role."""
-        return "oracle" if self.policy is None else self.policy.kind
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cases of one shape, and the cells that they are measured in."""
-
-    task: Task
-    batch: Sequence[Case]
-    cells: Sequence[Cell]
-    before: int  # cells of earlier groups
+        if self.blame == "heads" and self.allocation == POOLED:
+            raise KvlearnError("heads that share a pool are ranked by one policy: blame layers, or allocate otherwise.")
 
 
 class Comparison:
@@ -145,9 +121,8 @@ class Comparison:
         settings = self.settings
         for budget in settings.budgets:
             self._shared_out(budget)  # what is too small, or no allocation, is refused before anything is measured
-            for spec in settings.policies:
-                parsed = policies.parse(spec)
-                oracle = parsed is not None and parsed[0] == Oracle.name
+            for spec in self._specs:
+                oracle = bool(oracles_of([spec]))
                 if oracle and task.no_oracle:
                     self._skip(f"{task.name}: no {spec}, because {task.no_oracle}.")
                     continue
@@ -158,6 +133,27 @@ class Comparison:
                     if own is not None and not hasattr(own, "open_cache"):
                         own.bind(self.model)
                     yield Cell(task, spec, own, budget, seed, foresight(spec) if oracle else None)
+                    if own is not None and settings.blame:
+                        yield from self._blamed(Cell(task, spec, own, budget, seed))
+
+    @functools.cached_property
+    def _specs(self) -> list[str]:
+        """The policies, with the oracle among them if it is needed."""
+        specs = list(self.settings.policies)
+        return [*specs, Oracle.name] if self.settings.blame and not oracles_of(specs) else specs
+
+    def _blamed(self, cell: Cell) -> Iterator[Cell]:
+        """The same policy in one part of the model after the other."""
+        assert cell.policy is not None
+        if cell.policy.kind == "full":
+            return
+        if hasattr(cell.policy, "open_cache") or cell.task.no_oracle:
+            self._skip(f"{cell.task.name}: {cell.spec} is not tried in parts of the model, beside the oracle.")
+            return
+        reduce = foresight(oracles_of(self._specs)[0])
+        heads = fingerprint(self.model)["kv_heads"]
+        for part in parts(self.settings.blame, managed_layers(self.model)[1], heads):
+            yield replace(cell, reduce=reduce, part=part)
 
     def _skip(self, what: str) -> None:
         if what not in self.skipped:
@@ -184,15 +180,16 @@ class Comparison:
     def run_group(self, group: Group, notify: Notify | None = None) -> None:
         """Measure the cells of one group that have no row yet."""
         total = sum(len(each.cells) for each in self.groups)
-        reference: _Reference | None = None
+        reference: Reference | None = None
         for number, cell in enumerate(group.cells):
             if notify is not None:
-                notify(f"{cell.label} at {cell.budget}, {group.batch[0].domain}", group.before + number, total)
+                where = f" in {cell.part}" if cell.part else ""
+                notify(f"{cell.label} at {cell.budget}{where}, {group.batch[0].domain}", group.before + number, total)
             if self._done(cell, group.batch):
                 continue
             if reference is None:
                 reference = self._reference(group.task, group.batch)
-            self.store.append(*self._measure(cell, group.batch, reference, watch=group.before == 0))
+            self.store.append(*self._measure(cell, group.batch, reference, watch=group.before == 0 and not cell.part))
 
     def _batches(self, task: Task) -> Iterator[list[Case]]:
         """Cases of one shape together, in order of the first of each shape."""
@@ -218,6 +215,7 @@ class Comparison:
             "block": settings.block,
             "protect": f"sinks={protect.sinks},recent={protect.recent or settings.block},prompt={protect.prompt}",
             "allocation": settings.allocation,
+            **({} if cell.part is None else {"blame": str(cell.part)}),
         }
 
     def _done(self, cell: Cell, batch: Sequence[Case]) -> bool:
@@ -252,8 +250,8 @@ class Comparison:
     def _run_of(self, cache: EvictingCache) -> Run:
         return Run(self.model, self.loaded.tokenizer, cache)
 
-    def _reference(self, task: Task, batch: Sequence[Case]) -> _Reference:
-        foreseen = any(cell.policy is None for cell in self.cells if cell.task is task)
+    def _reference(self, task: Task, batch: Sequence[Case]) -> Reference:
+        foreseen = any(cell.reduce is not None for cell in self.cells if cell.task is task)
         recorder = FutureRecorder() if foreseen else None
         cache = self._cache("full", None, recorder)
         run = self._run_of(cache)
@@ -263,18 +261,17 @@ class Comparison:
             recorders = [copied.recorder for copied in run.copies] or recorder
             kinds = {cell.reduce for cell in self.cells if cell.reduce is not None}
             oracles = {kind: Oracle.from_recorder(recorders, kind) for kind in kinds}
-        return _Reference(full, oracles, cache.stats()["bytes"])
+        return Reference(full, oracles, cache.stats()["bytes"])
 
-    def _measure(self, cell: Cell, batch: Sequence[Case], reference: _Reference, *, watch: bool) -> list[Row]:
+    def _measure(self, cell: Cell, batch: Sequence[Case], reference: Reference, *, watch: bool) -> list[Row]:
         """Rows of some cases; the first one tells what was held, if it is watched."""
-        policy = reference.oracles[cell.reduce] if cell.reduce is not None else cell.policy
-        assert policy is not None
+        policy = reference.policy_of(cell)
         keys = [self._key(cell, case) for case in batch]
         cache = self._cache(policy, None if policy.kind == "full" else cell.budget)
         run = WatchedRun(self.model, self.loaded.tokenizer, cache) if watch else self._run_of(cache)
         started = time.perf_counter()
         try:
-            with scoring_time(policy, self.model.device) as scoring:
+            with scoring_time(cell.policy or policy, self.model.device) as scoring:
                 measured = cell.task.measure(run, batch, reference.full, cell.budget)
         except KvlearnError:
             raise
@@ -307,24 +304,6 @@ class Comparison:
         if isinstance(run, WatchedRun) and (kept := run.kept()) is not None:
             rows[0]["kept"] = kept
         return rows
-
-
-@dataclass(frozen=True)
-class _Reference:
-    full: Any
-    oracles: dict[Foresight, Oracle]
-    bytes: int
-
-
-def foresight(spec: str) -> Foresight:
-    """How the oracle that ``spec`` names reads the future.
-
-    Raises:
-        KvlearnError: an option is unknown.
-    """
-    parsed = policies.parse(spec)
-    reduce: Foresight = "discounted" if parsed is None else parsed[1].get("reduce", "discounted")
-    return reduce
 
 
 def _values(measurement: Measurement) -> Row:

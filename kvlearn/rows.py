@@ -14,6 +14,7 @@ A row is one number about one document: (model, task, policy, budget, doc, domai
 | bytes, state_bytes | allocated by the cache, scorer state included; the scorer state alone |
 | tokens, tokens_per_s | scored tokens, and the speed of the run |
 | window, block, protect, allocation | optional settings; they belong to the row's identity |
+| blame | optional: where alone the policy decided, the oracle deciding elsewhere; belongs to the row's identity |
 | error | optional: why this cell failed; such a row needs no numbers |
 | mean_slots | optional: slots held per KV head, the mean over heads and layers, where allocation makes them differ |
 | scorer_share, full_bytes, versions | optional: share of the time spent scoring, bytes of the full cache, packages |
@@ -64,7 +65,7 @@ METRICS: dict[str, Metric] = {
 }
 
 KINDS = ("full", "heuristic", "floor", "learned", "oracle")
-SETTINGS = ("window", "block", "protect", "allocation")
+SETTINGS = ("window", "block", "protect", "allocation", "blame")
 KEY_FIELDS = ("model", "task", "policy", "budget", "doc", "domain", "seed", "metric", *SETTINGS)
 
 _NAMES = ("model", "task", "policy", "doc", "domain", "metric", "kind")

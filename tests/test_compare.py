@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from kvlearn import EvictingCache, enable
 from kvlearn.compare import Comparison, Settings
 from kvlearn.errors import KvlearnError
-from kvlearn.rows import RowStore, loss
+from kvlearn.rows import RowStore, loss, read_rows
 from kvlearn.shapes import Protection
 from kvlearn.tasks.base import Case, Measurement, Run, block_ends
 from kvlearn.tasks.lm import LanguageModelling, text_cases
@@ -163,7 +163,12 @@ def test_layer_budgets_keep_the_total(loaded: Any, cases: list[Case], tmp_path: 
         settings = replace(SETTINGS, policies=("ema",), allocation=allocation)
         rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
         assert all(r["mean_slots"] == 32 and r["slots"] == most for r in rows if r["allocation"] == allocation)
-    assert len(rows) == 2 * len(cases), "allocations are variants, side by side in one file"
+    settings = replace(SETTINGS, policies=("ema",), allocation="pooled")
+    rows = _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
+    pooled = [r for r in rows if r["allocation"] == "pooled"]
+    assert all(r["mean_slots"] == pytest.approx(32) and r["slots"] > 32 for r in pooled), "some head holds more"
+    of_one = [r for r in rows if r["metric"] == "nll"]
+    assert len(of_one) == 3 * len(cases), "allocations are variants, side by side in one file"
 
 
 @pytest.mark.parametrize(
@@ -198,3 +203,41 @@ def test_the_first_document_tells_what_was_held(loaded: Any, cases: list[Case], 
     assert set(last.rstrip("9")[2:]) == {"0"}, "streaming holds the ends and nothing between"
     held = sum(int(digit) / 9 for digit in kept["ema"]["lines"][-1]) * 160 / 96
     assert held == pytest.approx(32, rel=0.2)
+
+
+def test_blame_tries_policies_in_parts_beside_the_oracle(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, policies=("full", "random", "ema"), blame="layers:1")
+    _compare(loaded, cases, tmp_path / "rows.jsonl", settings)
+    rows = [row for row in read_rows(tmp_path / "rows.jsonl") if row["metric"] == "kl"]
+    layers = len(loaded.model.model.layers)
+    where = {f"layer {layer}" for layer in range(layers)}
+    assert {r.get("blame") for r in rows if r["policy"] == "random"} == {None, *where}
+    assert {r.get("blame") for r in rows if r["policy"] in ("full", "oracle")} == {None}, "a bound is blamed"
+
+    def mean(policy: str, part: str | None) -> float:
+        losses = [loss(r) for r in rows if r["policy"] == policy and r.get("blame") == part]
+        assert len(losses) == len(cases), f"{policy} in {part} was not measured on every document"
+        return sum(losses) / len(losses)
+
+    parts = [mean("random", part) for part in where]
+    assert mean("oracle", None) < sum(parts) / layers < mean("random", None), "one layer costs as much as all"
+
+
+def test_a_blamed_part_that_is_everything_is_the_policy(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
+    layers = len(loaded.model.model.layers)
+    rows = _compare(loaded, cases, tmp_path / "a.jsonl", replace(SETTINGS, policies=("ema",), blame=f"layers:{layers}"))
+    values = {(r.get("blame"), r["doc"]): r["value"] for r in rows if r["policy"] == "ema"}
+    for case in cases:
+        assert values[f"layers 0-{layers - 1}", case.doc] == pytest.approx(values[None, case.doc], abs=1e-5)
+    heads = _compare(loaded, cases, tmp_path / "b.jsonl", replace(SETTINGS, policies=("ema",), blame="heads"))
+    found = {r["blame"]: r["value"] for r in heads if r.get("blame") and r["doc"] == "doc0"}
+    assert list(found) == [f"head {h}" for h in range(loaded.model.config.num_key_value_heads)]
+    assert len(set(found.values())) == len(found), "every head gives the same, so they were not told apart"
+
+
+@pytest.mark.parametrize("blame", ["layer", "layers:", "layers:0", "layers:x", "heads:2"])
+def test_parts_that_nobody_knows_are_refused(loaded: Any, cases: list[Case], tmp_path: Path, blame: str) -> None:
+    with pytest.raises(KvlearnError, match=r"blame is|layers wide"):
+        _compare(loaded, cases, tmp_path / "rows.jsonl", replace(SETTINGS, policies=("ema",), blame=blame))
+    with pytest.raises(KvlearnError, match="share a pool"):
+        replace(SETTINGS, blame="heads", allocation="pooled")

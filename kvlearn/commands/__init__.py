@@ -7,7 +7,20 @@ that ``kvlearn --help`` stays under a second. To add one, write ``kvlearn/comman
 
 import typer
 
-from kvlearn.commands import bench, compare, corpora, demo, generate, inspect, lm_eval, policies, report, tasks, trace
+from kvlearn.commands import (
+    bench,
+    calibrate,
+    compare,
+    corpora,
+    demo,
+    generate,
+    inspect,
+    lm_eval,
+    policies,
+    report,
+    tasks,
+    trace,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -16,6 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command("trace")(trace.trace)
     app.command("generate")(generate.generate)
     app.command("compare")(compare.compare)
+    app.command("calibrate")(calibrate.calibrate)
     app.add_typer(bench.app, name="bench")
     app.command("inspect")(inspect.inspect)
     app.command("report")(report.report)

@@ -49,8 +49,17 @@ def compare(
     recent: options.Recent = None,
     allocation: Annotated[
         str,
-        typer.Option(help="uniform, pooled, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."),
+        typer.Option(
+            help="uniform, pooled, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."
+        ),
     ] = "uniform",
+    blame: Annotated[
+        str,
+        typer.Option(
+            help="layers, layers:WIDTH or heads: also try each policy in one band of layers (one KV head), with the "
+            "oracle everywhere else."
+        ),
+    ] = "",
     batch: Annotated[int | None, typer.Option(help="Documents measured together.", show_default="4")] = None,
     workers: Annotated[int, typer.Option(help="Processes, each with one thread and a model of its own.")] = 1,
     check: Annotated[
@@ -87,6 +96,7 @@ def compare(
         block=block,
         protect=options.protection(sinks, recent),
         allocation=allocation,
+        blame=blame,
     )
     loaded = options.load(model, dtype, device, threads)
     docs = chosen.docs if docs is None else docs
@@ -125,13 +135,15 @@ def show(rows: list[Row], out: Path, commands: list[str]) -> None:
     from rich.console import Console
 
     from kvlearn.report import markdown_table, plot_png, render_table, write_report, write_results
+    from kvlearn.report.blame import blame_markdown, blame_sections, render_blame, write_blame
     from kvlearn.report.speed_views import speed_sections
     from kvlearn.rows import write_atomically
 
     console = Console()
     console.print(render_table(rows))
-    page = write_report(rows, out, commands=commands, extra_sections=speed_sections(out))
-    plots = plot_png(rows, out)
-    write_atomically(out / "table.md", markdown_table(rows).encode())
+    console.print(render_blame(rows))
+    page = write_report(rows, out, commands=commands, extra_sections=[*blame_sections(rows), *speed_sections(out)])
+    plots = [*plot_png(rows, out), *write_blame(rows, out)]
+    write_atomically(out / "table.md", (markdown_table(rows) + blame_markdown(rows)).encode())
     write_results(rows, out / "results.json", "; ".join(commands))
     console.print(f"page {page}, plots {', '.join(plot.name for plot in plots)}, rows.jsonl, table.md, results.json")

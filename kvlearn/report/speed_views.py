@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlearn.report.grids import html_grid, markdown_grid, terminal_grid
 from kvlearn.report.html import write_page
 from kvlearn.report.page import Section, write_report
 from kvlearn.report.plots import MARKERS
@@ -20,7 +21,6 @@ from kvlearn.rows import Row, read_rows, write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Group
-    from rich.table import Table
 
 _TITLES = {
     "decode": "Decoding: a step gives one token of every row",
@@ -79,24 +79,11 @@ def speed_table(rows: Iterable[Row]) -> Group:
     parts: list[Any] = []
     for race in races(rows):
         bench = race[0].row["bench"]
-        parts += [_rich(f"{bench}, {heading(race[0])}", COLUMNS, [words(line, names) for line in race]), Text()]
+        parts += [terminal_grid(f"{bench}, {heading(race[0])}", COLUMNS, [words(line, names) for line in race]), Text()]
     parts.append(Text(_CAPTION, style="dim"))
     if found := _target_rows(rows):
-        parts += [Text(), _rich("Targets", ("what", "measured", "target", ""), found)]
+        parts += [Text(), terminal_grid("Targets", ("what", "measured", "target", ""), found)]
     return Group(*parts)
-
-
-def _rich(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    return table
 
 
 def _target_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -113,15 +100,10 @@ def speed_markdown(rows: Iterable[Row]) -> str:
     parts = []
     for race in races(rows):
         lines = [words(line, names) for line in race]
-        parts.append(f"{race[0].row['bench'].capitalize()}, {heading(race[0])}:\n\n{_markdown(COLUMNS, lines)}\n")
+        parts.append(f"{race[0].row['bench'].capitalize()}, {heading(race[0])}:\n\n{markdown_grid(COLUMNS, lines)}\n")
     if found := _target_rows(rows):
-        parts.append("Targets:\n\n" + _markdown(("what", "measured", "target", ""), found) + "\n")
+        parts.append("Targets:\n\n" + markdown_grid(("what", "measured", "target", ""), found) + "\n")
     return "\n".join([*parts, _CAPTION.capitalize() + ".\n"])
-
-
-def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = [":---", *["---:"] * (len(columns) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [columns, rule, *lines])
 
 
 def speed_sections(folder: str | Path) -> list[Section]:
@@ -139,7 +121,7 @@ def speed_section(rows: Iterable[Row]) -> Section:
     names = _names(rows)
     parts = [f'<p class="quiet">{escape(_CAPTION.capitalize())}.</p>']
     if found := _target_rows(rows):
-        parts.append(_html("Targets", ("what", "measured", "target", ""), found))
+        parts.append(html_grid("Targets", ("what", "measured", "target", ""), found))
     if any(race[0].row["bench"] == "decode" for race in races(rows)):
         picture = base64.b64encode(speed_png(rows)).decode()
         parts.append(
@@ -150,21 +132,8 @@ def speed_section(rows: Iterable[Row]) -> Section:
     for bench, title in _TITLES.items():
         own = [race for race in races(rows) if race[0].row["bench"] == bench]
         parts += [f"<h3>{escape(title)}</h3>"] if own else []
-        parts += [_html(heading(race[0]), COLUMNS, [words(line, names) for line in race]) for race in own]
+        parts += [html_grid(heading(race[0]), COLUMNS, [words(line, names) for line in race]) for race in own]
     return Section("Speed and memory", "\n".join(parts))
-
-
-def _html(caption: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    def row(cells: Sequence[str]) -> str:
-        first, *others = (escape(cell) for cell in cells)
-        return f'<tr><th scope="row">{first}</th>' + "".join(f'<td class="number">{cell}</td>' for cell in others)
-
-    head = "".join(f'<th scope="col"{" class=number" if n else ""}>{escape(c)}</th>' for n, c in enumerate(columns))
-    body = "</tr>\n".join(row(line) for line in lines)
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}, scrolls sideways"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tr></tbody></table></div>"
-    )
 
 
 def write_speed(rows: Sequence[Row], folder: str | Path, commands: Sequence[str] = ()) -> list[Path]:
@@ -210,44 +179,49 @@ def _write_page(rows: Sequence[Row], folder: Path, commands: Sequence[str]) -> P
 
 
 def speed_png(rows: Iterable[Row]) -> bytes:
-    """Tokens/s and bytes against the context, one row of plots for every batch of the decode races."""
+    """Tokens/s and bytes of the decode races: against the context for every batch, or against the batch.
+
+    The latter is drawn where there are several batches at a single context.
+    """
     from matplotlib.figure import Figure  # without pyplot: no global state, and always the Agg canvas
 
     lines = [line for race in races(rows) if race[0].row["bench"] == "decode" for line in race]
-    batches = sorted({line.row["batch"] for line in lines})
-    figure = Figure(figsize=(11, 3.6 * max(1, len(batches))), dpi=120, layout="constrained")
-    grid: Any = figure.subplots(max(1, len(batches)), 2, squeeze=False)
-    for batch, (rate, size) in zip(batches, grid, strict=False):
-        own = [line for line in lines if line.row["batch"] == batch]
-        _plot(rate, own, lambda line: line.tokens_per_s, "tokens/s")
-        _plot(size, own, lambda line: line.row.get("bytes", 0) / 2**20, "MiB of cache")
-        rate.set_title(f"batch {batch}", loc="left")
+    contexts, batches = ({line.row[axis] for line in lines} for axis in ("context", "batch"))
+    across, apart = ("batch", "context") if len(contexts) == 1 < len(batches) else ("context", "batch")
+    panels = sorted({line.row[apart] for line in lines})
+    figure = Figure(figsize=(11, 3.6 * len(panels)), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(len(panels), 2, squeeze=False)
+    for panel, (rate, size) in zip(panels, grid, strict=True):
+        own = [line for line in lines if line.row[apart] == panel]
+        _plot(rate, own, across, lambda line: line.tokens_per_s, "tokens/s")
+        _plot(size, own, across, lambda line: line.row["bytes"] / 2**20, "MiB of cache")
+        rate.set_title(f"{apart} {panel:,}", loc="left")
         size.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()
 
 
-def _plot(axes: Axes, lines: Sequence[Line], value: Callable[[Line], float], label: str) -> None:
+def _plot(axes: Axes, lines: Sequence[Line], across: str, value: Callable[[Line], float], label: str) -> None:
     names = short_names(line.row["policy"] for line in lines)
     series: dict[tuple[str, int | None], list[Line]] = {}
     for line in lines:
         series.setdefault((line.row["policy"], line.row.get("budget")), []).append(line)
     for place, ((policy, budget), points) in enumerate(series.items()):
-        points.sort(key=lambda line: line.row["context"])
+        points.sort(key=lambda line: line.row[across])
         axes.plot(
-            [line.row["context"] for line in points],
+            [line.row[across] for line in points],
             [value(line) for line in points],
             label=names[policy] if budget is None else f"{names[policy]}, {budget}",
             marker=MARKERS[place % len(MARKERS)],
             linewidth=2.4 if points[0].row["kind"] == "learned" else 1.4,
         )
-    contexts = sorted({line.row["context"] for line in lines})
+    ticks = sorted({line.row[across] for line in lines})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("context, tokens")
+    axes.set_xlabel({"context": "context, tokens", "batch": "batch, rows"}[across])
     axes.set_ylabel(label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
