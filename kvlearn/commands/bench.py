@@ -101,6 +101,24 @@ def trace(
     _run(model, out, 1, 0.0, dtype, device, threads, lambda bench, notify: bench.trace(data, rounds, window, notify))
 
 
+@app.command()
+def cost(
+    contexts: Contexts = "8192,131072,1048576",
+    batches: Batches = "1,8",
+    budget: Annotated[int, typer.Option(help="Slots per KV head and layer.")] = 2048,
+    bandwidth: Annotated[float, typer.Option(help="GB/s of the memory that holds weights and cache.")] = 3350.0,
+) -> None:
+    """Print what a step must move and compute on paper, for three sizes of model; nothing is measured.
+
+    The default bandwidth is that of an H100 SXM.
+    """
+    from kvlearn.bench.cost import COLUMNS, table
+    from kvlearn.report.grids import markdown_grid
+
+    sizes = [tuple(options.numbers(text, name)) for text, name in ((contexts, "--contexts"), (batches, "--batches"))]
+    typer.echo(markdown_grid(COLUMNS, table(sizes[0], sizes[1], budget, bandwidth * 1e9)))
+
+
 def _groups(model: str, contexts: str, batches: str, budgets: str, policies: str | None) -> list[Group]:
     from kvlearn.bench.speed import groups
 
