@@ -91,17 +91,10 @@ def block_masses(
         query, lse, key, query_pos, key_pos, scale, softcap, group_reduce, own_keys_last: see
             :func:`kvlearn.kernels.column_mass.column_mass`.
     """
-    batch, query_heads, queries, dim = query.shape
-    heads, slots = key.shape[1], key.shape[2]
-    group, pairs = query_heads // heads, batch * heads
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # In units of log 2: exp2 is fast down to its smallest results, exp is not. A group's mean is a sum of shares.
-    norm = (lse.to(work) * _LOG2_E + (math.log2(group) if group_reduce == "mean" else 0.0)).reshape(pairs, group, -1)
-    rows = (query.to(work) * (scale * _LOG2_E if softcap is None else scale)).reshape(pairs, group, queries, dim)
-    columns = key.to(work).transpose(-1, -2).reshape(pairs, dim, slots)
-    if softcap is None:  # one more dimension lets the product subtract the norm: [q, -norm] . [k, 1]
-        rows = torch.cat([rows, -norm[..., None]], dim=-1)
-        columns = torch.cat([columns, columns.new_ones(pairs, 1, slots)], dim=1)
+    queries, (batch, heads, slots, _) = query.shape[2], key.shape
+    group, pairs = query.shape[1] // heads, batch * heads
+    rows, columns, norm = _operands(query, lse, key, scale, softcap, group_reduce)
+    work = rows.dtype
     # Allocated once: fresh memory costs more than what is computed in it.
     most = group * slots * max(end - start for start, end in bounds)
     space = torch.empty(max(TILE, most), dtype=work, device=query.device)
@@ -110,30 +103,32 @@ def block_masses(
     # Then all keys before the queries' own are visible to them, and a triangle of these.
     dense = own_keys_last and whole and bool((query_pos >= 0).all())
     positions = key_pos.expand(batch, heads, slots)
+    if not whole:  # an empty slot comes after all queries
+        positions = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max // 2)
     for strip in _strips(bounds, group * slots):
         start, end, size = strip[0][0], strip[-1][1], strip[0][1] - strip[0][0]
         width, length = slots - (queries - end) if own_keys_last else slots, end - start
         own_rows = rows[:, :, start:end].reshape(pairs, group * length, -1)
         if dense:
-            hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+            own_pos = torch.arange(length, dtype=torch.int32, device=query.device)
+            unseen = _unseen(own_pos[None], own_pos[None])
         else:
-            hidden = positions[:, :, None, :width] > query_pos[:, None, start:end, None]
-            hidden = (hidden if whole else hidden | (positions[:, :, None, :width] < 0)).flatten(0, 1)
+            unseen = _unseen(query_pos[:, None, start:end], positions[..., :width]).flatten(0, 1)
         both = torch.empty(2, pairs, len(strip), width, dtype=work, device=query.device)
         last = torch.empty(pairs, width, dtype=work, device=query.device)
         step = max(1, TILE // (group * length * width))
         for first in range(0, pairs, step):
             these = slice(first, min(first + step, pairs))
             mass = space[: (these.stop - first) * group * length * width].view(-1, group * length, width)
-            torch.bmm(own_rows[these], columns[these, :, :width], out=mass)
+            torch.bmm(own_rows[these], columns[these, :width].transpose(1, 2), out=mass)
             mass = mass.view(-1, group, length, width)
             if softcap is not None:
                 mass.div_(softcap).tanh_().mul_(softcap * _LOG2_E).sub_(norm[these, :, start:end, None])
-            mass.exp2_()
             if dense:
-                mass[..., width - length :].masked_fill_(hidden, 0.0)
+                mass[..., width - length :] += unseen
             else:
-                mass.masked_fill_(hidden[these, None], 0.0)
+                mass += unseen[these, None]
+            mass.exp2_()
             reduced = _reduce_group(mass, group_reduce).view(-1, len(strip), size, width)
             torch.sum(reduced, 2, out=both[0, these])
             torch.amax(reduced, 2, out=both[1, these])
@@ -144,6 +139,34 @@ def block_masses(
             mass[0] /= counts[done + n].clamp(min=1).view(batch, 1, 1)
             yield BlockMass(mass, last[:, :seen].view(batch, heads, seen))
         done += len(strip)
+
+
+def _operands(
+    query: Tensor, lse: Tensor, key: Tensor, scale: float, softcap: float | None, group_reduce: GroupReduce
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows ``[X, G, C, D']`` and columns ``[X, S, D']`` whose products are logits, and ``[X, G, C]`` what they lack.
+
+    In units of log 2: exp2 is fast down to its smallest results, exp is not. A group's mean is a sum of shares. Without
+    a cap one more dimension lets the product subtract the norm: [q, -norm] . [k, 1].
+    """
+    pairs, dim = key.shape[0] * key.shape[1], key.shape[3]
+    group, extra = query.shape[1] // key.shape[1], 1 if softcap is None else 0
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    norm = (lse.to(work) * _LOG2_E + (math.log2(group) if group_reduce == "mean" else 0.0)).reshape(pairs, group, -1)
+    rows = query.new_empty(pairs, group, query.shape[2], dim + extra, dtype=work)
+    rows[..., :dim] = query.reshape(pairs, group, -1, dim)
+    rows[..., :dim] *= scale * _LOG2_E if softcap is None else scale
+    columns = key.new_empty(pairs, key.shape[2], dim + extra, dtype=work)
+    columns[..., :dim] = key.reshape(pairs, -1, dim)
+    if extra:
+        torch.neg(norm, out=rows[..., dim])
+        columns[..., dim] = 1.0
+    return rows, columns, norm
+
+
+def _unseen(query_pos: Tensor, key_pos: Tensor) -> Tensor:
+    """``[..., C, S]`` what to add to logits: 0 where a query sees the key, or so much below 0 that no mass is left."""
+    return (query_pos[..., None] - key_pos[..., None, :]).clamp_(max=0).float().mul_(1e30)
 
 
 def _strips(bounds: list[tuple[int, int]], masses: int) -> Iterator[list[tuple[int, int]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def replace(
 ) -> None:
     """See :func:`kvlearn.kernels.replace.replace`."""
     new = {0: key, 1: value, 2: new_pos[:, None].expand_as(target), 4: new_static}
-    rows = None if padded else _rows(target, keys.shape[2])
+    rows = None if padded else flat_rows(target, keys.shape[2])
     for n, slots in enumerate((keys, values, pos, state, static, last_query)):
         fresh = new.get(n)
         if slots is not None and rows is not None and fresh is not None and slots.is_contiguous():
@@ -32,11 +34,15 @@ def replace(
             store(slots, 3 if n == 3 else 2, target, fresh, new_pos, padded)
 
 
-def _rows(target: Tensor, slots: int) -> Tensor:
-    """``[B * H * C]`` the slots of ``target`` among all slots of all heads."""
+def flat_rows(target: Tensor, slots: int) -> Tensor:
+    """``[B * H * C]`` int64: the slots of ``target`` ``[B, H, C]`` among all slots of all rows and heads."""
     batch, heads, count = target.shape
-    first = torch.arange(0, batch * heads * slots, slots, device=target.device)
-    return (target.reshape(-1, count) + first[:, None]).flatten()
+    return (target.reshape(-1, count) + _first_rows(batch * heads, slots, target.device)).flatten()
+
+
+@lru_cache(maxsize=32)
+def _first_rows(pairs: int, slots: int, device: torch.device) -> Tensor:
+    return torch.arange(0, pairs * slots, slots, device=device)[:, None]
 
 
 def store(slots: Tensor, dim: int, target: Tensor, fresh: Tensor | None, new_pos: Tensor, padded: bool) -> None:
