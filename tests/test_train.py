@@ -319,6 +319,22 @@ def test_training_learns_what_the_moving_average_cannot_see(trained: Path) -> No
     assert len({row["untrained_kept_mass_96"] for row in rows}) == 1
 
 
+def test_forecasts_of_a_head_sum_to_what_it_receives(traces: Path, trained: Path) -> None:
+    scorer = read_checkpoint(trained / "last.ckpt")
+    data = train.data.TraceDataModule([str(traces / "train")], [str(traces / "val")], min_tokens=128)
+    data.setup("fit")
+    assert data.val_set is not None
+    mass, forecast = torch.zeros(2, *scorer.bias.shape, dtype=torch.float64)
+    for i in range(len(data.val_set)):
+        sample = data.val_set[(0, i)]
+        static = scorer.static_inputs(sample.vectors)
+        static = static.gather(2, sample.tokens.flatten(2)[..., None].expand(-1, -1, -1, static.shape[-1]))
+        score = scorer(sample.dynamic.flatten(2, 3), static).view(sample.tokens.shape).detach().double()
+        mass += (sample.target.double() * sample.ranked).sum((-1, -2))
+        forecast += (score.exp() * sample.ranked).sum((-1, -2))
+    torch.testing.assert_close(forecast, mass, rtol=1e-3, atol=0.0)
+
+
 def test_export_writes_a_scorer_with_its_origin_and_numbers(trained: Path, tmp_path: Path) -> None:
     table = [{"policy": "ema", "loss": 0.25}]
     (tmp_path / "m.json").write_text(json.dumps({"title": "Closed loop", "command": "kvlearn compare", "table": table}))

@@ -21,7 +21,7 @@ from kvlearn.scorers.config import Encoder, Kind
 from train.data import TraceDataModule
 from train.export import CONFIG_KEY
 from train.losses import LOSSES, sample_share
-from train.measure import measures
+from train.measure import Level, measures
 from train.samples import Sample
 
 _CALIBRATION_TOKENS = 512  # per window, of which the encoder's first weights and all standardisation are made
@@ -92,6 +92,7 @@ class ScorerModule(pl.LightningModule):
         self.scorer: Scorer | None = None
         self.measures: MetricCollection | None = None
         self.untrained: MetricCollection | None = None
+        self.level: Level | None = None
         self.measured: dict[str, float] = {}
 
     # ---- set-up ------------------------------------------------------------------------------------------------
@@ -119,6 +120,8 @@ class ScorerModule(pl.LightningModule):
             )
         kept = {budget: budget - spare for budget in self.budgets}
         self.measures, self.untrained = measures(kept, "val_"), measures(kept, "untrained_")
+        layout = data.traces[0].layout
+        self.level = Level((len(layout.layers), layout.heads))
         if self.hparams["init_from"]:
             self.scorer = self._load_initial(self.hparams["init_from"])
             return
@@ -205,9 +208,11 @@ class ScorerModule(pl.LightningModule):
         """Loss and measures on one window; the first time also those of the untrained scorer."""
         assert self.measures is not None
         assert self.untrained is not None
+        assert self.level is not None
         score = self(sample)
         self.log("val_loss", self._loss(sample, score, batch_idx), on_epoch=True, prog_bar=True, batch_size=1)
         self.measures.update(score=score, mass=sample.target, held=sample.ranked)
+        self.level.update(score, sample.target, sample.log_weight)
         if not self._untrained_known:
             start = sample.dynamic[..., features.DYNAMIC.index(START)]
             self.untrained.update(score=start, mass=sample.target, held=sample.ranked)
@@ -220,6 +225,12 @@ class ScorerModule(pl.LightningModule):
         """Log the measures as ``val_*``, those of the untrained scorer as ``untrained_*``."""
         assert self.measures is not None
         assert self.untrained is not None
+        assert self.level is not None
+        assert self.scorer is not None
+        if not self.trainer.sanity_checking:  # no loss but huber, which sets the level itself, feels the change
+            with torch.no_grad():
+                self.scorer.bias += self.level.compute().to(self.scorer.bias)
+        self.level.reset()
         found = {name: float(value) for name, value in self.measures.compute().items()}
         self.measures.reset()
         if self._untrained_known:

@@ -33,8 +33,8 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
     """One scorer per managed layer and KV head: features of a slot to one number, higher is kept.
 
     The number is a forecast of the log of the mass that the slot will receive over the horizon. A listwise loss (KL)
-    leaves it free up to one constant per layer and head, so compare scores within a head, not between heads, unless
-    the scorer was trained with ``huber`` in its losses.
+    leaves it free up to one constant per layer and head, which training sets on its validation windows: forecasts of
+    a head sum to what it receives. So scores of different heads compare.
 
     Untrained, it returns feature :data:`START` exactly, so that training starts from a good heuristic: the linear part
     picks that feature and the hidden units' output weights are zero. ``from_pretrained``, ``save_pretrained`` and

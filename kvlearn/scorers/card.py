@@ -39,8 +39,9 @@ model.generate(**inputs, past_key_values=cache)
 
 {facts}
 
-The score of a slot is a forecast of the log of the attention mass that the slot will still receive. Compare scores
-within one KV head: a listwise loss leaves a constant per head undetermined.
+The score of a slot is a forecast of the log of the attention mass that the slot will still receive. The level of each
+head is set on the validation windows, so that its forecasts sum to what it receives there: scores of the heads of a
+layer compare, and `EvictingCache(..., allocation="pooled")` gives each head the slots that it needs.
 
 ## Measured
 
