@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,10 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="With a temperature, nucleus of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    allocation: Annotated[
+        Literal["uniform", "pooled", "scorer"],
+        typer.Option(help="How slots are shared: equally, by the heads of a layer, or as the scorer recommends."),
+    ] = "uniform",
     block: Annotated[int | None, typer.Option(help="Queries per observed block; 32, less for small budgets.")] = None,
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
@@ -49,7 +53,8 @@ def generate(
     loaded = options.load(model, dtype, device, threads)
     attention.enable(loaded.model)
     torch.manual_seed(seed)
-    cache = EvictingCache(loaded.model, chosen, budget, block=block, protect=options.protection(sinks, recent))
+    protect = options.protection(sinks, recent)
+    cache = EvictingCache(loaded.model, chosen, budget, block=block, protect=protect, allocation=allocation)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p}
