@@ -77,7 +77,9 @@ class KvlearnLM(TemplateLM):
         super().__init__()
         if batch_size not in (None, 1, "1"):
             raise KvlearnError(f"batch_size is {batch_size}; kvlearn takes one request at a time, leave it out.")
-        loaded = load_model(str(pretrained), dtype=dtype, device=device or "cpu")
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+            device = "cpu"  # the harness says cuda:0 unless it is told something else
+        loaded = load_model(str(pretrained), dtype=dtype, device=device)
         self.model = attention.enable(loaded.model)
         self.tokenizer: Any = loaded.tokenizer
         self.options: dict[str, Any] = {

@@ -29,14 +29,14 @@ class DelayedCopy(QuestionTask):
 
     name = "copy"
     summary = "lines to be repeated word by word after other text was decoded"
-    variants = ("2 lines", "4 lines")
+    variants = ("2 lines", "3 lines")
 
     def cases(self, material: Material) -> list[Case]:
-        """Two and four lines in turn."""
+        """Two and three lines in turn."""
         domains, facts, questions = [], [], []
         for number in range(material.docs):
             rng = material.random(self.name, number)
-            chosen = rng.sample(_LINES, 4 if number % 2 else 2)
+            chosen = rng.sample(_LINES, 3 if number % 2 else 2)
             lines = [(f"\n{begin}", make(rng)) for begin, make in chosen]
             passage = "".join(begin + rest for begin, rest in lines)
             domains.append(self.variants[number % 2])

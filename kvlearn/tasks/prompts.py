@@ -105,7 +105,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase, line: Any) -> tuple[str, str]:
             raise KvlearnError(f"a message must have a 'role' and a 'content' that are texts, not {message!r}.")
     if messages[-1]["role"] != "assistant":
         raise KvlearnError(
-            f"the last message is the answer and must be the assistant's, not {messages[-1]['role']!r}'s."
+            f"the last message is the answer: its role must be 'assistant', not {messages[-1]['role']!r}."
         )
     if tokenizer.chat_template is None:
         raise KvlearnError("the model has no chat template; give a 'prompt' instead of 'messages'.")

@@ -24,6 +24,7 @@ from kvlearn.tasks.questions import QuestionTask
 PREFIX = "ruler:"
 _GENERATORS = "lm_eval.tasks.ruler"
 _LEAST_WINDOW = 1024  # the generators look for a size that fits, and some look for ever in less
+_SENTENCE, _MOST_TOKENS = "The grass is green. The sky is blue.", 20  # about 10 with any tokenizer of words
 _NEEDED = ("lm_eval", "nltk", "wonderwords", "scipy")
 
 Sample = dict[str, Any]
@@ -128,6 +129,7 @@ class Ruler(QuestionTask):
         _require()
         if material.window < _LEAST_WINDOW:
             raise KvlearnError(f"{self.name} needs a window of {_LEAST_WINDOW} tokens or more, not {material.window}.")
+        _check_tokenizer(material)
         with _quiet():
             importlib.import_module(f"{_GENERATORS}.{self._kind.module}")  # before seeding: some draw when imported
             with _seeded(f"{self.name}\0{material.split}", material.seed):
@@ -158,6 +160,16 @@ def _require() -> None:
         raise KvlearnError(
             f"the tasks of RULER are made by lm-evaluation-harness, and {', '.join(missing)} is missing: "
             "pip install 'kvlearn[eval]'."
+        )
+
+
+def _check_tokenizer(material: Material) -> None:
+    """Refuse a tokenizer so fine that the generators would look for ever for a text that fits."""
+    count = len(encode(material.tokenizer, _SENTENCE))
+    if count > _MOST_TOKENS:
+        raise KvlearnError(
+            f"RULER's texts are sized for tokenizers of words and pieces, and this one takes {count} tokens for "
+            f"{_SENTENCE!r}."
         )
 
 
