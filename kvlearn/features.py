@@ -132,6 +132,24 @@ def layer_vectors(keys: Tensor, values: Tensor) -> Tensor:
     return round_vectors(torch.cat([keys, values], dim=1))
 
 
+def stored_vectors(keys: Vectors, values: Vectors) -> Tensor:
+    """:func:`layer_vectors` of tokens that were stored; in memory the vectors of a token lie together.
+
+    Args:
+        keys: of ``[L, H, T, D]``.
+        values: likewise.
+
+    Returns:
+        ``[L, 2 H, T, D]`` float32.
+    """
+    layers, heads, tokens, dim = keys.codes.shape
+    out = torch.empty(layers, tokens, 2, heads, dim, device=keys.codes.device)
+    for layer in range(layers):  # a few MB at a time, which stay in the processor's cache
+        for i, part in enumerate((keys, values)):
+            out[layer, :, i] = Vectors(part.codes[layer], part.scale[layer]).decode().transpose(0, 1)
+    return out.flatten(2, 3).transpose(1, 2)
+
+
 def static_scalars(vectors: Tensor) -> Tensor:
     """:data:`STATIC_SCALARS` of tokens.
 

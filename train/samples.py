@@ -39,7 +39,7 @@ class Sample(NamedTuple):
     @property
     def vectors(self) -> Tensor:
         """``[L, 2 H, T, D]`` float32: all that static inputs are made of."""
-        return torch.cat([self.keys.decode(), self.values.decode()], dim=1)
+        return features.stored_vectors(self.keys, self.values)
 
     @property
     def ranked(self) -> Tensor:

@@ -109,17 +109,16 @@ class LayerEncoder(nn.Module):
         """Tokens of all layers: ``[L, 2 H, C, D]`` to ``[L, H, C, R]``, in float32."""
         folded = self._fold(slice(None))
         z = torch.baddbmm(folded.bias, self._inputs(vectors), folded.weight)
-        hidden = folded.out.shape[-2]
-        return self._by_head(torch.baddbmm(z[..., hidden:], functional.gelu(z[..., :hidden]), folded.out))
+        hidden, linear = z.split(folded.out.shape[-2:], dim=-1)
+        return self._by_head(torch.baddbmm(linear, functional.gelu(hidden), folded.out))
 
     @torch.no_grad()
     def encode(self, index: int, vectors: Tensor) -> Tensor:
         """Tokens of the ``index``-th scored layer: ``[B, 2 H, C, D]`` to ``[B, H, C, R]``."""
         weight, bias, out = self._kept(index)
         x = self._inputs(vectors)  # [B, C, I]
-        z = torch.addmm(bias, x.flatten(0, 1), weight)
-        hidden = out.shape[0]
-        encoded = torch.addmm(z[:, hidden:], functional.gelu(z[:, :hidden]), out)
+        hidden, linear = torch.addmm(bias, x.flatten(0, 1), weight).split(out.shape, dim=-1)
+        encoded = torch.addmm(linear, functional.gelu(hidden), out)
         return self._by_head(encoded.unflatten(0, x.shape[:2]))
 
     def _inputs(self, vectors: Tensor) -> Tensor:

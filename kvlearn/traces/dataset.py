@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlearn import history
 from kvlearn.errors import KvlearnError
-from kvlearn.features import Vectors
+from kvlearn.features import Vectors, stored_vectors
 from kvlearn.traces.collect import unpack_bits
 from kvlearn.traces.format import VECTORS, Manifest, Shard, check_size
 from kvlearn.traces.layout import Layout
@@ -72,7 +72,7 @@ class Window:
 
     def layer_vectors(self) -> Tensor:
         """``[L, 2 H, T, D]`` float32: what :func:`kvlearn.features.layer_vectors` gives for the same tokens."""
-        return torch.cat([self.keys.decode(), self.values.decode()], dim=1)
+        return stored_vectors(self.keys, self.values)
 
 
 class Trace:

@@ -53,4 +53,5 @@ def evaluate(weights: Weights, dynamic: Tensor, static: Tensor) -> Tensor:
     z.baddbmm_(weights.static, static.float().transpose(1, 2))
     if weights.out is None:
         return z[:, 0]
-    return torch.baddbmm(z[:, :1], weights.out, functional.gelu(z[:, 1:]))[:, 0]
+    linear, hidden = z.split([1, z.shape[1] - 1], dim=1)  # two slices would each fill a gradient of the whole
+    return torch.baddbmm(linear, weights.out, functional.gelu(hidden))[:, 0]
