@@ -17,7 +17,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.layer import EvictingLayer
 from kvlearn.policies import resolve
 from kvlearn.policies.base import Policy
-from kvlearn.policies.kvpress import load_kvpress
+from kvlearn.policies.kvpress import load_kvpress, rotated_queries
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import DEFAULT_BLOCK, Budget, Protection
 from kvlearn.slots import LayerConfig
@@ -57,10 +57,10 @@ def press(
 
 @functools.cache
 def _press_class() -> type[Any]:
-    kvpress = load_kvpress()
+    base: Any = load_kvpress().ScorerPress
 
     @dataclass
-    class KvlearnPress(kvpress.ScorerPress):  # type: ignore[misc]  # a class of a package that may be missing
+    class KvlearnPress(base):
         policy: Policy = None  # type: ignore[assignment]  # always given; it comes after a field with a default
         budget: Budget = None  # type: ignore[assignment]  # always given, like the policy
 
@@ -93,7 +93,7 @@ def _press_class() -> type[Any]:
                 )
             )
             layer.attend(
-                _queries(module, hidden, kwargs),
+                rotated_queries(module, hidden, kwargs),
                 keys,
                 values,
                 None,
@@ -107,13 +107,3 @@ def _press_class() -> type[Any]:
             return self.policy.score(slots).masked_fill(protected, torch.inf)
 
     return KvlearnPress
-
-
-def _queries(module: Any, hidden: Tensor, kwargs: Any) -> Tensor:
-    """``[B, H * G, C, D]`` rotated queries of a prompt."""
-    from kvpress.utils import get_prerope_query_states
-    from transformers.models.llama.modeling_llama import rotate_half
-
-    query: Tensor = get_prerope_query_states(module, hidden)
-    cos, sin = (t[:, None] for t in kwargs["position_embeddings"])
-    return query * cos + rotate_half(query) * sin

@@ -36,6 +36,18 @@ def load_kvpress() -> Any:
         ) from error
 
 
+def rotated_queries(module: Any, hidden: Tensor, kwargs: Any) -> Tensor:
+    """``[B, H * G, C, D]`` queries that an attention module makes of hidden states ``[B, C, hidden]``, as in Llama.
+
+    ``kwargs`` are those of the module's call; their ``position_embeddings`` turn the queries.
+    """
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    query: Tensor = importlib.import_module("kvpress.utils").get_prerope_query_states(module, hidden)
+    cos, sin = (t[:, None] for t in kwargs["position_embeddings"])
+    return query * cos + rotate_half(query) * sin
+
+
 def make_press(name: str, options: str = "") -> Any:
     """A scorer press of kvpress.
 
@@ -112,7 +124,7 @@ class KVPress(Policy):
     numbers of tokens.
 
     Args:
-        press: class of the press, such as ``SnapKVPress``; from Python, an instance.
+        press: class of the press, such as ``SnapKVPress``.
         options: its arguments, such as ``window_size=32+kernel_size=7``.
 
     Raises:
@@ -128,9 +140,7 @@ class KVPress(Policy):
     reads = frozenset({"queries"})
 
     def __post_init__(self) -> None:
-        self._press = make_press(self.press, self.options) if isinstance(self.press, str) else self.press
-        if not isinstance(self.press, str):
-            self.press = type(self.press).__name__
+        self._press = make_press(self.press, self.options)
         for what, names in _NEEDS.items():
             if self.press in names:
                 raise KvlearnError(f"{self.press} reads {what}, which a cache's slots do not hold; choose another.")

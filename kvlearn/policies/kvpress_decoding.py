@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvlearn.errors import KvlearnError
 from kvlearn.policies.base import Policy, Slots
-from kvlearn.policies.kvpress import load_kvpress, make_press
+from kvlearn.policies.kvpress import load_kvpress, make_press, rotated_queries
 from kvlearn.shapes import Budget
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class PressCache(DynamicCache):
 
     def held(self, layer: int) -> int:
         """Slots that each head of a layer holds."""
-        keys = self.layers[layer].keys if layer < len(self.layers) else None
+        layers: list[Any] = self.layers
+        keys = layers[layer].keys if layer < len(layers) else None
         return 0 if keys is None or not keys.numel() else keys.shape[2]
 
     def step(self, layer: int, count: int) -> None:
@@ -151,7 +152,7 @@ def _layers(model: PreTrainedModel) -> int:
 def _block_press(kvpress: Any) -> type[Any]:
     """DecodingPress of kvpress, fed with pieces of several tokens."""
 
-    class BlockPress(kvpress.DecodingPress):  # type: ignore[misc]  # a class of a package that may be missing
+    class BlockPress(kvpress.DecodingPress):
         def forward_hook(self, module: Any, inputs: Any, kwargs: dict[str, Any], output: Any) -> Any:
             cache: PressCache = kwargs["past_key_values"]
             hidden = kwargs["hidden_states"]
@@ -183,12 +184,9 @@ def _block_press(kvpress: Any) -> type[Any]:
 
 def _attention(module: Any, hidden: Tensor, kwargs: dict[str, Any], cache: PressCache) -> Tensor:
     """``[B, H * G, C, S]`` attention of the latest ``C`` tokens, as an eager model would return it."""
-    from kvpress.utils import get_prerope_query_states
-    from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
+    from transformers.models.llama.modeling_llama import repeat_kv
 
-    cos, sin = (t[:, None] for t in kwargs["position_embeddings"])
-    query = get_prerope_query_states(module, hidden)
-    query = query * cos + rotate_half(query) * sin
+    query = rotated_queries(module, hidden, kwargs)
     held: Any = cache.layers[module.layer_idx].keys
     keys = repeat_kv(held, query.shape[1] // held.shape[1])
     logits = query @ keys.transpose(2, 3) * module.scaling
