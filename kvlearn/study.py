@@ -181,7 +181,7 @@ def _prediction(window: Window, moments: int, means: _Means) -> None:
     """How each statistic ranks the mean mass to come, at several boundaries."""
     boundaries = _moments(window.layout.blocks, moments)
     future = future_table(window.mean_code, window.peak_code, boundaries, block=window.block)
-    norms = (-window.keys.float().norm(dim=-1), window.value_norm.float())
+    norms = (-window.keys.decode().norm(dim=-1), window.values.decode().norm(dim=-1))
     for place, (_, state, held) in enumerate(replay(window, boundaries)):
         layers, heads, _, count = state.shape
         pos = torch.arange(count, dtype=torch.int32).expand(layers, heads, count)

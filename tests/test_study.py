@@ -14,6 +14,7 @@ from fake_traces import write_trace
 
 from kvlearn import cli
 from kvlearn.errors import KvlearnError
+from kvlearn.features import encode_vectors
 from kvlearn.history import decode_mass, encode_mass
 from kvlearn.report.study import Study, parts
 from kvlearn.study import study
@@ -34,8 +35,8 @@ def window_of(mass: torch.Tensor, peak: torch.Tensor | None = None) -> Any:
         doc="doc",
         start=0,
         documents=("doc",),
-        keys=torch.randn(layers, heads, tokens, 2, generator=generator).bfloat16(),
-        value_norm=torch.rand(layers, heads, tokens, generator=generator).half(),
+        keys=encode_vectors(torch.randn(layers, heads, tokens, 2, generator=generator)),
+        values=encode_vectors(torch.randn(layers, heads, tokens, 2, generator=generator)),
         mean_code=encode_mass(mass),
         peak_code=encode_mass(mass if peak is None else peak),
     )
