@@ -103,6 +103,11 @@ def compare(
     cases = make_cases(loaded, settings, docs=docs, split=split, data=data, filler=filler)
     with RowStore(out / "rows.jsonl") as store:
         comparison = Comparison(loaded, settings, cases, store)
+        if check is not None and len(store):
+            print(
+                f"{len(store)} rows of an earlier run are checked as they are; use an empty --out to measure anew.",
+                file=sys.stderr,
+            )
         for reason in comparison.skipped:
             print(reason, file=sys.stderr)
         with bar("comparing") as progress:
