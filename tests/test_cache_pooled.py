@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
         ({"budget": None, "policy": "full"}, "shares a budget among heads"),
         ({"floor": 1.5}, "floor is 1.5"),
         ({"allocation": "uniform", "floor": 0.1}, "belongs to allocation='pooled'"),
-        ({"allocation": "layers"}, "allocation is 'layers'; use 'uniform' or 'pooled'"),
+        ({"allocation": "layers"}, "allocation is 'layers'; use 'uniform', 'pooled' or"),
         ({"positions": "compact"}, "use allocation='uniform' with it"),
         ({"recorder": object()}, "a recorder takes slots of equal heads"),
     ):
