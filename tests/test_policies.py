@@ -521,7 +521,7 @@ def test_options_as_arguments() -> None:
     [
         ("emo", "unknown policy 'emo'; did you mean 'ema'?"),
         ("snap-kv:kernel=7", "unknown policy 'snap-kv'; did you mean 'snapkv'?"),
-        ("zzz", "unknown policy 'zzz'; known are caote, ema, full"),
+        ("zzz", "unknown policy 'zzz'; known are caote, ema, expected-attention, full"),
         ("ema:half_lfe=16", "no option 'half_lfe'; did you mean 'half_life'?"),
         ("keynorm:3", "no option '3'; it has none"),
         ("ema:", "'half_life' is ''; it takes a whole number"),
