@@ -51,7 +51,8 @@ def preset(name: str | None, model: str) -> Preset:
         raise KvlearnError(f"unknown preset {name!r}; {hint}there is small.")
     policies = [policy for policy in POLICIES if policy == Oracle.name or _needs_nothing(policy)]
     with contextlib.suppress(KvlearnError):  # no scorer comes along for most models
-        policies.append(str(shipped("checkpoints", model)))
+        shipped("checkpoints", model)
+        policies.append(f"checkpoints/{model}")
     return Preset(tuple(policies), budgets=(96, 192), tasks=tuple(TASKS), docs=4, window=512, batch=4)
 
 

@@ -554,6 +554,19 @@ def test_a_scorer_folder_is_a_policy_named_after_it(model: Any, tmp_path: Any) -
     assert policy.label == str(tmp_path / "mine")
 
 
+def test_scorers_that_come_along_are_found_from_anywhere(
+    model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Scorer.for_model(model).save_pretrained(tmp_path / "package" / "tiny")
+    monkeypatch.setattr("kvlearn.policies.shipped", lambda kind, name: tmp_path / "package" / name)
+    monkeypatch.chdir(tmp_path)
+    policy = resolve("checkpoints/tiny")
+    assert policy.label == "checkpoints/tiny", "rows name it alike on every machine"
+    Scorer.for_model(model, hidden=2).save_pretrained(tmp_path / "checkpoints" / "tiny")
+    nearer = resolve("checkpoints/tiny")
+    assert nearer.scorer.config != policy.scorer.config, "a folder of one's own comes first"
+
+
 # ---- layer budgets --------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ without options, a policy, a scorer or a scorer's folder) into a policy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from kvlearn.policies.scissorhands import Scissorhands
 from kvlearn.policies.snapkv import SnapKV
 from kvlearn.policies.streaming import Streaming
 from kvlearn.policies.tova import Tova
+from kvlearn.shipped import shipped
 
 if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
@@ -122,7 +124,7 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
 
             check_options(Learned, options)
             options = {**(parse_options(Learned, text) if text else {}), **options}
-            return Learned(Scorer.from_pretrained(folder), policy, **options)
+            return Learned(Scorer.from_pretrained(_found(folder)), policy, **options)
         name = policy.partition(":")[0]
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -130,3 +132,12 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
             f"unknown policy {name!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder."
         )
     return Learned(policy)
+
+
+def _found(folder: str) -> str:
+    """Scorers that come with kvlearn are found by their name in its repository, wherever one is."""
+    top, _, name = folder.partition("/")
+    if top == "checkpoints" and name and not Path(folder).is_dir():
+        with contextlib.suppress(KvlearnError):
+            return str(shipped("checkpoints", name))
+    return folder
