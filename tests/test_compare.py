@@ -18,7 +18,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.rows import RowStore, loss, read_rows
 from kvlearn.shapes import Protection
 from kvlearn.tasks.base import Case, Measurement, Run, block_ends
-from kvlearn.tasks.lm import LanguageModelling, text_cases
+from kvlearn.tasks.lm import LanguageModelling
 
 SETTINGS = Settings(
     policies=("full", "random", "streaming", "ema", "oracle"),
@@ -60,16 +60,6 @@ def test_full_loses_nothing_and_slots_are_within_the_budget(loaded: Any, cases: 
             assert row["slots"] == 32, "every other policy holds exactly its budget"
         assert row["tokens"] == 160 - 32
         assert row["bytes"] > row["state_bytes"] >= 0
-
-
-@pytest.mark.model
-def test_orderings_that_the_literature_agrees_on(smollm2: Any, tmp_path: Path) -> None:
-    """The true future beats a moving average, which beats chance, by margins well above noise."""
-    settings = replace(SETTINGS, policies=("random", "streaming", "ema", "oracle"), budgets=(96,), window=512, block=16)
-    cases = text_cases(smollm2.tokenizer, "stdlib", docs=2, window=512, split="test", seed=0)
-    rows = _compare(smollm2, cases, tmp_path / "rows.jsonl", settings)
-    mean = {p: sum(loss(r) for r in rows if r["policy"] == p) / len(cases) for p in settings.policies}
-    assert mean["oracle"] < 0.5 * mean["ema"] < 0.5 * mean["random"], f"orderings are wrong: {mean}"
 
 
 def test_the_oracle_takes_options_and_scoring_is_measured(loaded: Any, cases: list[Case], tmp_path: Path) -> None:
