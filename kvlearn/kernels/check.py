@@ -162,7 +162,8 @@ def sections(results: list[Result]) -> dict[str, str]:
         for (family, kernel), own in found.items()
     ]
     registers = docs.table(("family", "kernel", *targets), rows)
-    return {"registers": registers, "bytes": tables.traffic_table(), "launches": tables.launch_table()}
+    counted = {"targets": tables.target_table(), "bytes": tables.traffic_table(), "launches": tables.launch_table()}
+    return {"registers": registers, **counted}
 
 
 def cell(result: Result) -> str:
@@ -180,6 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     parser.add_argument("--docs", type=Path, help="rewrite the tables of this Markdown file")
     options = parser.parse_args(arguments)
+    if options.docs and (options.only or tuple(options.targets) != TARGETS):
+        raise KvlearnError("--docs writes the tables of every family and target; leave out --only and --targets.")
     os.environ.pop("TRITON_INTERPRET", None)
     start, results = time.monotonic(), []
     for result in compile_all(tuple(options.targets), options.only, options.workers):

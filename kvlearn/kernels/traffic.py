@@ -88,15 +88,23 @@ def observe(shape: Shape, chosen: Parameters) -> Traffic:
     return Traffic(own + queries + positions, own + tiles * (queries + shape.heads * positions))
 
 
+def observe_cached(shape: Shape) -> int:
+    """Bytes that observation must move when attention has left the keys in the second-level cache."""
+    return observe(shape, {"slots": shape.slots}).must - shape.all_slots * shape.dim * shape.element
+
+
 def forecast(shape: Shape, chosen: Parameters) -> Traffic:
     """Features and scorer of every slot."""
     tiles = -(-shape.slots // chosen["slots"])
     units = 1 + shape.hidden
     weights = (units * (len(DYNAMIC) + shape.inputs + 1) + shape.hidden) * _FLOAT
     length = 8
-    own = shape.all_slots * (_STATE + _POS + 2 * shape.inputs + _FLOAT)
+    own = shape.all_slots * (_STATE + _POS + _FLOAT)
+    static = shape.all_slots * 2 * shape.inputs
     programs = tiles * shape.batch * shape.heads
-    return Traffic(own + shape.heads * weights + shape.batch * length, own + programs * (weights + length))
+    passes = -(-max(1, shape.hidden) // chosen["units"])  # each tile of hidden units reads the static inputs
+    must = own + static + shape.heads * weights + shape.batch * length
+    return Traffic(must, own + passes * static + programs * (weights + length))
 
 
 def select(shape: Shape, count: int) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,37 @@ def test_families_cover_every_kernel_dimension_type_and_mask() -> None:
             assert any(name.startswith(f"{kernel} {dtype}") for name in names)
     for word in ("visible", "held", "causal", "softcap", "group=3", "group=7", "fold=False", "int8", "padded"):
         assert any(word in name for name in names), word
+
+
+def test_every_launch_parameter_is_compiled() -> None:
+    """Each family of the table of launch parameters is that of some family that the check compiles."""
+    out = in_fresh_process(
+        """
+import json
+from kvlearn.kernels import launch
+from kvlearn.kernels.dry import recording
+from kvlearn.kernels.families import families
+asked = set()
+find = launch.parameters.__wrapped__
+def parameters(target, kernel, family):
+    asked.add((kernel, family))
+    return find(target, kernel, family)
+for module in ("decode_attention", "column_mass", "observe", "score", "select", "replace"):
+    __import__(f"kvlearn.kernels.{module}.triton", fromlist=["parameters"]).parameters = parameters
+with recording("cuda:90"):
+    for family in families():
+        family.call()
+print(json.dumps(sorted(asked)))
+"""
+    )
+    known = {(kernel, family) for kernel, own in launch.table()["cuda:90"].items() for family in own}
+    assert {tuple(pair) for pair in json.loads(out)} == known
+
+
+def test_a_part_is_not_written_over_the_whole_table() -> None:
+    for arguments in (["--only", "write"], ["--targets", "cuda:90"]):
+        with pytest.raises(KvlearnError, match="leave out --only and --targets"):
+            check.main([*arguments, "--docs", "page.md"])
 
 
 def test_one_family_compiles_for_an_nvidia_and_an_amd_target() -> None:

@@ -154,19 +154,21 @@ def record(
     last_mass = tl.zeros([SLOTS], tl.float32)
     begin = tl.minimum(tl.maximum(first_block(tile_start, own, first, block), from_block), blocks)
     nothing = tl.zeros([SLOTS], tl.float32)
-    for n in range(from_block, begin):
-        at = (((n - from_block) * batch + b) * HEADS + h) * slots + s
+    at = (b * HEADS + h) * slots + s
+    step = tl.num_programs(1).to(tl.int64) * slots
+    for _n in range(from_block, begin):
         tl.store(mean + at, nothing, mask=s < slots)
         tl.store(peak + at, nothing, mask=s < slots)
+        at += step
     for n in range(begin, blocks):
         end = first + n * block
         total, most, count, _newest, last_mass = block_mass(
             k, pos, query, lse, query_pos, b, h, tl.maximum(end - block, 0), end, queries, q_b, q_h, q_c, l_b, l_h, l_c,
             qp_b, qp_c, scale, softcap, GROUP, D, DP, ROWS, SLOTS, MAX, SOFTCAP, PRECISION,
         )  # fmt: skip
-        at = (((n - from_block) * batch + b) * HEADS + h) * slots + s
         tl.store(mean + at, total / tl.maximum(count, 1).to(tl.float32), mask=s < slots)
         tl.store(peak + at, most, mask=s < slots)
+        at += step
         if (h == 0) & (tile_start == 0):
             tl.store(counts + (n - from_block) * batch + b, count.to(tl.int64))
     tl.store(last + (b * HEADS + h) * slots + s, last_mass, mask=s < slots)

@@ -129,8 +129,7 @@ def fold(
             ema_1 = average(ema_1, mean, n, EMA_1)
             ema_2 = average(ema_2, mean, n, EMA_2)
             ema_3 = average(ema_3, mean, n, EMA_3)
-            share = n / age
-            lifelong = stored(lifelong * (1 - tl.minimum(share, 1.0)) + mean * share)
+            lifelong = stored(lifelong * (1 - tl.minimum(n / age, 1.0)) + mean * (n / age))
             highest = stored(tl.maximum(highest * tl.exp2(-n / PEAK), peak))
             hits = stored(hits * tl.exp2(-n / HITS) + hit.to(tl.float32))
             gap = stored(tl.minimum(tl.where(hit, tl.maximum(gap, waited), gap), MOST))

@@ -62,9 +62,10 @@ def forecast(
     DYNAMIC: tl.constexpr,
     DYNAMIC_P: tl.constexpr,
     STATIC: tl.constexpr,
-    STATIC_P: tl.constexpr,
+    STATIC_TILE: tl.constexpr,
     UNITS: tl.constexpr,
-    UNITS_P: tl.constexpr,
+    UNITS_TILE: tl.constexpr,
+    UNIT_TILES: tl.constexpr,
     FLOOR: tl.constexpr,
     EMA_0: tl.constexpr,
     EMA_1: tl.constexpr,
@@ -72,7 +73,10 @@ def forecast(
     EMA_3: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores of one tile of slots of one KV head."""
+    """Scores of one tile of slots of one KV head.
+
+    Hidden units and static inputs come a tile at a time, so that a scorer of any size fits in registers.
+    """
     b = (tl.program_id(1) // HEADS).to(tl.int64)
     h = (tl.program_id(1) % HEADS).to(tl.int64)
     s = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
@@ -105,29 +109,36 @@ def forecast(
     x = put(x, 13, tl.zeros([SLOTS], tl.float32) + tl.log(tl.maximum(total, 1.0)))
 
     f = tl.arange(0, DYNAMIC_P)
-    r = tl.arange(0, STATIC_P)
-    own = tl.load(
-        static + b * sc_b + h * sc_h + s[:, None] * sc_s + r[None, :],
-        mask=held[:, None] & (r < STATIC)[None, :],
-        other=0,
-    ).to(tl.float32)
-    result = tl.sum(x * tl.load(w_dynamic + f, mask=f < DYNAMIC, other=0.0)[None, :], 1)
-    result += tl.sum(own * tl.load(w_static + r, mask=r < STATIC, other=0.0)[None, :], 1)
-    result += tl.load(bias)
-    if UNITS > 0:
-        unit = 1 + tl.arange(0, UNITS_P)
+    result = tl.sum(x * tl.load(w_dynamic + f, mask=f < DYNAMIC, other=0.0)[None, :], 1) + tl.load(bias)
+    for tile in range(UNIT_TILES):
+        unit = 1 + tile * UNITS_TILE + tl.arange(0, UNITS_TILE)
         real = unit <= UNITS
-        w = tl.load(
-            w_dynamic + unit[None, :] * DYNAMIC + f[:, None], mask=real[None, :] & (f < DYNAMIC)[:, None], other=0.0
-        )
-        hidden = tl.dot(x, w, input_precision=PRECISION)
-        w = tl.load(
-            w_static + unit[None, :] * STATIC + r[:, None], mask=real[None, :] & (r < STATIC)[:, None], other=0.0
-        )
-        hidden = tl.dot(own, w, hidden, input_precision=PRECISION)
-        hidden += tl.load(bias + unit, mask=real, other=0.0)[None, :]
-        active = hidden * 0.5 * (1 + tl.erf(hidden * 0.7071067811865476))
-        result += tl.sum(active * tl.load(w_out + h * UNITS + unit - 1, mask=real, other=0.0)[None, :], 1)
+        hidden = tl.zeros([SLOTS, UNITS_TILE], tl.float32)
+        if UNITS > 0:
+            dynamic_part = tl.load(
+                w_dynamic + unit[None, :] * DYNAMIC + f[:, None], mask=real[None, :] & (f < DYNAMIC)[:, None], other=0.0
+            )
+            hidden = tl.dot(x, dynamic_part, hidden, input_precision=PRECISION)
+        for begin in range(0, STATIC, STATIC_TILE):
+            r = begin + tl.arange(0, STATIC_TILE)
+            own = tl.load(
+                static + b * sc_b + h * sc_h + s[:, None] * sc_s + r[None, :],
+                mask=held[:, None] & (r < STATIC)[None, :],
+                other=0,
+            ).to(tl.float32)
+            linear = tl.load(w_static + r, mask=(r < STATIC) & (tile == 0), other=0.0)
+            result += tl.sum(own * linear[None, :], 1)
+            if UNITS > 0:
+                static_part = tl.load(
+                    w_static + unit[None, :] * STATIC + r[:, None],
+                    mask=real[None, :] & (r < STATIC)[:, None],
+                    other=0.0,
+                )
+                hidden = tl.dot(own, static_part, hidden, input_precision=PRECISION)
+        if UNITS > 0:
+            hidden += tl.load(bias + unit, mask=real, other=0.0)[None, :]
+            active = hidden * 0.5 * (1 + tl.erf(hidden * 0.7071067811865476))
+            result += tl.sum(active * tl.load(w_out + h * UNITS + unit - 1, mask=real, other=0.0)[None, :], 1)
     tl.store(out + b * o_b + h * o_h + s, result, mask=inside)
 
 
@@ -136,6 +147,7 @@ def score(state: Tensor, pos: Tensor, length: Tensor, static: Tensor, weights: W
     batch, heads, slots = pos.shape
     chosen = parameters(target(), "forecast", "all")
     units = weights.dynamic.shape[1] - 1
+    units_tile = min(chosen["units"], padded(max(units, 1)))
     launch(
         forecast,
         (-(-slots // chosen["slots"]), batch * heads),
@@ -158,12 +170,13 @@ def score(state: Tensor, pos: Tensor, length: Tensor, static: Tensor, weights: W
         DYNAMIC=len(features.DYNAMIC),
         DYNAMIC_P=padded(len(features.DYNAMIC)),
         STATIC=static.shape[3],
-        STATIC_P=padded(static.shape[3]),
+        STATIC_TILE=min(chosen["inputs"], padded(static.shape[3])),
         UNITS=units,
-        UNITS_P=padded(max(units, 1)),
+        UNITS_TILE=units_tile,
+        UNIT_TILES=max(1, -(-units // units_tile)),
         FLOOR=features.FLOOR,
         **feature_constants(),
-        PRECISION=dot_precision(weights.dynamic.dtype, static.shape[3]),
+        PRECISION=dot_precision(weights.dynamic.dtype, chosen["inputs"]),
         num_warps=chosen["num_warps"],
         num_stages=1,
     )
@@ -171,6 +184,8 @@ def score(state: Tensor, pos: Tensor, length: Tensor, static: Tensor, weights: W
 
 def feature_constants() -> dict[str, int]:
     """The half-lives that :func:`forecast` is compiled for; its features are those of :mod:`kvlearn.features`."""
-    if features.VERSION != 1 or len(history.HALF_LIVES) != 4 or len(features.DYNAMIC) != 14:
-        raise RuntimeError(f"the score kernel knows feature version 1, not {features.VERSION}")
+    ema = [f"log_ema{half_life}" for half_life in history.HALF_LIVES]
+    rest = ("log_mean", "log_peak", "hits", "log_idle", "log_gap", "log_age", "log_position", "sink", "log_length")
+    if ("log_last", *ema, *rest) != features.DYNAMIC or len(ema) != 4:
+        raise RuntimeError(f"the score kernel does not know the features {features.DYNAMIC}")
     return {f"EMA_{i}": half_life for i, half_life in enumerate(history.HALF_LIVES)}
