@@ -229,7 +229,7 @@ class ScorerModule(pl.LightningModule):
         assert self.scorer is not None
         if not self.trainer.sanity_checking:  # no loss but huber, which sets the level itself, feels the change
             with torch.no_grad():
-                self.scorer.bias += self.level.compute().to(self.scorer.bias)
+                self.scorer.bias.add_(self.level.compute().to(self.scorer.bias))
         self.level.reset()
         found = {name: float(value) for name, value in self.measures.compute().items()}
         self.measures.reset()

@@ -139,10 +139,6 @@ def _join(calls: list[features.Vectors]) -> features.Vectors:
     return features.Vectors(*(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True)))
 
 
-def _join(calls: list[features.Vectors]) -> features.Vectors:
-    return features.Vectors(*(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True)))
-
-
 def to_bytes(tensor: Tensor) -> bytes:
     """The tensor's elements in memory order; the inverse is ``torch.frombuffer``."""
     return tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
