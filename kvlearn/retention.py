@@ -75,7 +75,7 @@ def _heads_that_hold(positions: Tensor, length: int) -> list[int]:
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[str]:
     """The text token by token; they add up to it where the tokenizer knows where its tokens are from."""
     if not getattr(tokenizer, "is_fast", False):
-        return [tokenizer.decode([token]) for token in ids]
+        return [str(tokenizer.decode([token])) for token in ids]
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
     found, end = [], 0
     for _, stop in spans:  # the tokens of one character all span it; what a token leaves out belongs to the next
