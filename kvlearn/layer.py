@@ -110,18 +110,19 @@ class EvictingLayer(SlotStore):
             self.close_block()
         valid = own_validity(mask, count)
         nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
-        pos = (self.length[:, None] + nth - 1).int()
+        pos = (self.length[:, None] + (nth - 1)).int()
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
             self.uneven = True
-        plain, static = self._unrotated(key, value, pos, position_ids)
+        waits = count == 1 and valid is None and self._may_wait(position_ids)
+        plain, static = (None, None) if waits else self._unrotated(key, value, pos, position_ids)
         fits = self._plan(count)
         if self.config.compact is not None:
             query, key = self._compact(query, plain, pos, position_ids, fits)
         if "queries" in self.config.policy.reads:
             self._keep_recent(query, pos, position_ids)
         call = Call(query, key, value, pos, valid, nth, static, plain if self.config.compact is not None else None)
-        out = self._overwrite(call) if fits else self._cut(call)
+        out = self._decode(call, position_ids) if waits else self._overwrite(call) if fits else self._cut(call)
         self.seen += count
         self.decoding |= count == 1 and self.seen > count
         if not self.decoding:
@@ -140,10 +141,7 @@ class EvictingLayer(SlotStore):
             recorder.tokens(self.config.index, pos, plain, value)
         if "static" not in policy.reads:
             return plain, None
-        static = policy.static(self.config.index, plain, value)
-        if static is not None and self.static is None:
-            self.static = static.new_zeros(*self.pos.shape, static.shape[-1])
-        return plain, static
+        return plain, self.static_of(plain, value)
 
     def _positions(self, key: Tensor, position_ids: Tensor | None) -> Tensor:
         if position_ids is not None:
@@ -183,6 +181,7 @@ class EvictingLayer(SlotStore):
         """Have ``order`` name the slots that the next ``count`` tokens overwrite; False if only a cut will do."""
         if self.order.shape[-1] - self.cursor >= count * self.lanes:
             return True
+        self.settle()
         budget, capacity = self.config.budget, self.keys.shape[2]
         if budget.slots is None:
             self.grow(self.used + count)
@@ -208,8 +207,25 @@ class EvictingLayer(SlotStore):
         self.cursor = 0
         return True
 
+    def _may_wait(self, position_ids: Tensor | None) -> bool:
+        """Whether a decoded token is stored in two steps: nobody is told of it, and its keys stay as they come."""
+        plain = self.lanes == 1 and self.config.recorder is None and self.config.compact is None
+        return plain and (position_ids is None or position_ids.ndim == 2)
+
+    def _decode(self, call: Call, position_ids: Tensor | None) -> Tensor:
+        """A single token per row; its slots are settled when the block ends."""
+        self.write_waiting(
+            self.order[..., self.cursor : self.cursor + 1], call, self._positions(call.key, position_ids)
+        )
+        self.cursor += 1
+        out, lse = self._attend_one(call)
+        self.length = self.length + 1
+        self._keep_query(call, lse)
+        return out
+
     def _overwrite(self, call: Call) -> Tensor:
         """Put the call's tokens over slots one by one; see the module's docstring."""
+        self.settle()
         count, taken = call.count, call.count * self.lanes
         evicts = self.used + taken > self.keys.shape[2]
         target = self.order[..., self.cursor : self.cursor + taken]  # [B, H, C]
@@ -334,9 +350,9 @@ class EvictingLayer(SlotStore):
                 self.queries = call.query.new_zeros(batch, query_heads, block, dim)
                 self.lse = lse.new_zeros(batch, query_heads, block)
                 self.query_pos = call.pos.new_full((batch, block), -1)
-            self.queries[:, :, self.open] = call.query[:, :, 0]
-            self.lse[:, :, self.open] = lse[:, :, 0]
-            self.query_pos[:, self.open] = call.pos[:, 0]
+            self.queries.select(2, self.open).copy_(call.query.select(2, 0))
+            self.lse.select(2, self.open).copy_(lse.select(2, 0))
+            self.query_pos.select(1, self.open).copy_(call.pos.select(1, 0))
         self.open += 1
         if self.open == block:
             self.close_block()
@@ -345,6 +361,7 @@ class EvictingLayer(SlotStore):
         """Observe the queries kept since the last block ended, and drop what was planned for the rest of the block."""
         if self.open == 0:
             return
+        self.settle()
         count, self.open = self.open, 0
         self.order, self.cursor = self.order[..., :0], 0
         if self._observing:

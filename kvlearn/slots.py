@@ -14,7 +14,7 @@ from kvlearn import history
 from kvlearn.kernels.launch import Impl
 from kvlearn.kernels.replace import expand as expand
 from kvlearn.kernels.replace import replace as replace_slots
-from kvlearn.kernels.replace.reference import store
+from kvlearn.kernels.replace.reference import flat_rows, store
 from kvlearn.policies.base import Faults, Policy, Queries, Slots
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce
@@ -33,6 +33,7 @@ _ROW_STATE = (
     "guarded",
     "recent",
     "turned",
+    "waiting_ids",
 )
 
 
@@ -119,6 +120,7 @@ class SlotStore(CacheLayerMixin):
         guarded: ``[B, T]`` bool tokens that the caller protects, by logical position, or ``None``.
         recent: ``[B, H * G, C, D]`` the latest queries, if the policy reads them.
         turned: ``[B, C]`` int64 positions that rotated them, -1 for padding.
+        waiting_ids: ``[B, C]`` int64 positions that rotated the keys of the tokens that wait (:meth:`settle`).
         offset: ``[B]`` int64 position within the cache less logical position, of tokens written in this block.
     """
 
@@ -140,6 +142,7 @@ class SlotStore(CacheLayerMixin):
     guarded: Any
     recent: Any
     turned: Any
+    waiting_ids: Any
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -155,6 +158,7 @@ class SlotStore(CacheLayerMixin):
         self.used = 0  # slots [0, used) may hold a token in some row
         self.cursor = 0  # next entry of `order`
         self.open = 0  # queries of the block that has not been observed yet
+        self.waiting = 0  # latest tokens of the block that have keys, values and positions alone
         self.uneven = False  # some row had padding, so `used` slots are not all valid
         self.decoding = False  # a single-token call has been made: the prompt is over
         self.pending = False  # `update` was called and `attend` was not yet
@@ -221,6 +225,65 @@ class SlotStore(CacheLayerMixin):
             store(self.plain, 2, target, call.plain, call.pos, call.valid is not None)
         self.used = min(self.keys.shape[2], self.used + target.shape[-1])
 
+    def write_waiting(self, target: Tensor, call: Call, position_ids: Tensor) -> None:
+        """Store what the next query needs of a single token per row; the rest waits until :meth:`settle`."""
+        replace_slots(
+            self.keys,
+            self.values,
+            self.pos,
+            target=target,
+            key=call.key,
+            value=call.value,
+            new_pos=call.pos,
+            impl=self.config.impl,
+        )
+        if "static" in self.config.policy.reads:
+            if self.waiting_ids is None:
+                self.waiting_ids = position_ids.new_zeros(self.pos.shape[0], self.config.budget.block)
+            self.waiting_ids[:, self.waiting] = position_ids[:, 0]
+        self.waiting += 1
+        self.used = min(self.keys.shape[2], self.used + 1)
+
+    def settle(self) -> None:
+        """Give the tokens that wait their static inputs, and their slots an empty history.
+
+        Nothing reads these before the block ends, and for all of its tokens at once they cost little more than for one.
+        """
+        count, self.waiting = self.waiting, 0
+        if count == 0 or not self.config.policy.reads & {"history", "last_query", "static"}:
+            return
+        target = self.order[..., self.cursor - count : self.cursor]
+        rows = flat_rows(target, self.keys.shape[2])
+        key, value = (
+            slots.flatten(0, 2).index_select(0, rows).view(*target.shape, -1) for slots in (self.keys, self.values)
+        )
+        replace_slots(
+            self.keys,
+            self.values,
+            self.pos,
+            state=self.state,
+            last_query=self.last_query,
+            target=target,
+            key=key,
+            value=value,
+            new_pos=self.pos.gather(-1, target)[:, 0],
+            impl=self.config.impl,
+            **self._settled_static(key, value, count),
+        )
+
+    def _settled_static(self, key: Tensor, value: Tensor, count: int) -> dict[str, Tensor]:
+        if self.waiting_ids is None or self.config.unrotate is None:
+            return {}
+        static = self.static_of(self.config.unrotate(key, self.waiting_ids[:, :count]), value)
+        return {} if static is None else {"static": self.static, "new_static": static}
+
+    def static_of(self, plain: Tensor, value: Tensor) -> Tensor | None:
+        """``[B, H, C, R]`` static score inputs of tokens, for which there is room from the first ones on."""
+        static = self.config.policy.static(self.config.index, plain, value)
+        if static is not None and self.static is None:
+            self.static = static.new_zeros(*self.pos.shape, static.shape[-1])
+        return static
+
     def grow(self, needed: int) -> None:
         """Add slots; only without a budget."""
         capacity = self.keys.shape[2]
@@ -261,6 +324,7 @@ class SlotStore(CacheLayerMixin):
 
     def held(self) -> Slots:
         """What a policy may read of the slots in use."""
+        self.settle()
 
         def narrow(name: str) -> Any:
             tensor = getattr(self, name)

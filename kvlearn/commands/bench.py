@@ -56,14 +56,14 @@ def decode(
 
     if preset not in (None, "small"):
         raise KvlearnError(f"unknown preset {preset!r}; there is small.")
-    wanted = [] if preset else _groups(model, contexts, batches, budgets, policies)
+    if preset and policies is not None and len(options.names(policies)) != 1:
+        raise KvlearnError(f"--policies is {policies!r}; with --preset name the one scorer to race, or none.")
+    wanted = small(policies or _learned(model)) if preset else _groups(model, contexts, batches, budgets, policies)
 
     def work(bench: Bench, notify: Notify) -> None:
+        bench.decode(wanted, notify)
         if preset:
-            bench.decode(small(_learned(model)), notify)
             bench.trace(data, 5, 2048, notify)
-        else:
-            bench.decode(wanted, notify)
 
     _run(model, out, rounds, seconds, dtype, device, threads, work)
 
