@@ -50,7 +50,7 @@ class EvictingCache(Cache):
         model: the model that will use the cache.
         policy: a registered name (``kvlearn policies`` lists them), a :class:`Policy` or a :class:`Scorer`.
         budget: the most slots one KV head of a layer holds at any moment, everything included; or one such number per
-            full-attention layer; or ``None`` for no bound (policy ``"full"`` only).
+            full-attention layer (``None``: without bound); or ``None`` for no bound (policy ``"full"`` only).
         protect: what no policy may evict; by default 4 sinks and the latest block.
         block: queries per observed block; by default what a scorer was trained with, otherwise 32, less for a budget
             below 128.
@@ -77,7 +77,7 @@ class EvictingCache(Cache):
         self,
         model: PreTrainedModel,
         policy: str | Policy | Scorer = "full",
-        budget: int | Sequence[int] | None = None,
+        budget: int | Sequence[int | None] | None = None,
         *,
         protect: Protection | None = None,
         block: int | None = None,

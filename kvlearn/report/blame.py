@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -50,7 +50,7 @@ class Blame:
     metric: str
     policies: Sequence[str]
     parts: Sequence[str]
-    losses: dict[tuple[str, str], Sequence[float]]
+    losses: Mapping[tuple[str, str], Sequence[float]]
     oracle: Sequence[float]
 
 
