@@ -104,15 +104,13 @@ class LanguageModelling(Task):
                 )
             start = end
         first = budget - 1
-        scored = [tensor[:, first:] for tensor in (torch.cat(nll, 1), torch.cat(kl, 1), full.nll, full.entropy)]
-        distance = last_use(ids)[:, budget:]
-        return [_measurements(*row, budget) for row in zip(*scored, distance, strict=True)]
+        scored = [torch.cat(nll, 1), torch.cat(kl, 1), full.nll, full.entropy, last_use(ids)[:, 1:]]
+        return [_measurements([row[first:] for row in rows], budget) for rows in zip(*scored, strict=True)]
 
 
-def _measurements(
-    nll: Tensor, kl: Tensor, full: Tensor, entropy: Tensor, distance: Tensor, budget: int
-) -> list[Measurement]:
-    """Of one case, from ``[tokens]`` each."""
+def _measurements(scored: Sequence[Tensor], budget: int) -> list[Measurement]:
+    """Of one case: ``[tokens]`` each of negative log-likelihood, divergence, the full cache's two, and last use."""
+    nll, kl, full, entropy, distance = scored
     low = entropy <= entropy.median()
     parts = {
         "nll": torch.ones_like(low),
