@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import POLICIES
@@ -50,9 +51,10 @@ def preset(name: str | None, model: str) -> Preset:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise KvlearnError(f"unknown preset {name!r}; {hint}there is small.")
     policies = [policy for policy in POLICIES if policy == Oracle.name or _needs_nothing(policy)]
-    with contextlib.suppress(KvlearnError):  # no scorer comes along for most models
-        shipped("checkpoints", model)
-        policies.append(f"checkpoints/{model}")
+    if Path(model).name == model:  # folders and Hub ids are no names of what comes along
+        with contextlib.suppress(KvlearnError):
+            shipped("checkpoints", model)
+            policies.append(f"checkpoints/{model}")
     return Preset(tuple(policies), budgets=(96, 192), tasks=tuple(TASKS), docs=4, window=512, batch=4)
 
 

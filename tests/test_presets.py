@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvlearn.errors import KvlearnError
@@ -27,10 +29,11 @@ def test_small_has_every_policy_that_a_name_makes_and_every_task() -> None:
             assert resolve(name).label == name
 
 
-def test_a_model_without_a_scorer_has_none() -> None:
-    small = preset("small", "somebody/else")
+@pytest.mark.parametrize("model", ["somebody/else", "unknown", "FOLDER"])
+def test_a_model_without_a_scorer_has_none(model: str, tmp_path: Path) -> None:
+    small = preset("small", str(tmp_path) if model == "FOLDER" else model)
     assert small.policies is not None
-    assert not [name for name in small.policies if "checkpoints" in name]
+    assert set(small.policies) <= set(POLICIES)
 
 
 def test_without_a_preset_policies_must_be_named() -> None:

@@ -137,7 +137,7 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
 def _found(folder: str) -> str:
     """Scorers that come with kvlearn are found by their name in its repository, wherever one is."""
     top, _, name = folder.partition("/")
-    if top == "checkpoints" and name and not Path(folder).is_dir():
+    if top == "checkpoints" and Path(name).name == name != "" and not Path(folder).is_dir():
         with contextlib.suppress(KvlearnError):
             return str(shipped("checkpoints", name))
     return folder
