@@ -13,7 +13,7 @@ import numpy as np
 from kvlearn import attention, policies
 from kvlearn.blame import WIDTH, bands
 from kvlearn.cache import EvictingCache
-from kvlearn.costs import Array, cheapest, fit_curve
+from kvlearn.costs import Array, cheapest, check_slots, fit_curve
 from kvlearn.errors import KvlearnError
 from kvlearn.models import fingerprint
 from kvlearn.policies.base import Policy
@@ -82,6 +82,7 @@ class Calibration:
             raise KvlearnError(f"a window of {self.window} tokens never fills {self.least} slots; use a longer one.")
         if min(self.points) < self.least:
             raise KvlearnError(f"slots are {list(self.points)}, and every layer needs {self.least} at least.")
+        check_slots(self.points, self.window)
 
     @property
     def least(self) -> int:

@@ -41,6 +41,16 @@ class Curve:
         return _basis(np.asarray(slots, dtype=np.float64), self.ends) @ np.asarray(self.weights)
 
 
+def check_slots(slots: Sequence[int], free: int) -> None:
+    """Refuse numbers of slots that no curve can be fitted to.
+
+    Raises:
+        KvlearnError: they do not ascend, reach ``free``, or are too many.
+    """
+    if not slots or len(slots) > MOST_KNOTS or any(a >= b for a, b in itertools.pairwise([*slots, free])):
+        raise KvlearnError(f"slots are {list(slots)}; give 1 to {MOST_KNOTS} ascending numbers below {free}.")
+
+
 def fit_curve(slots: Sequence[int], costs: Sequence[float], free: int) -> Curve:
     """The convex, decreasing curve that lies nearest to measured costs, by least squares.
 
@@ -54,8 +64,7 @@ def fit_curve(slots: Sequence[int], costs: Sequence[float], free: int) -> Curve:
     Raises:
         KvlearnError: ``slots`` do not ascend, reach ``free``, or are too many.
     """
-    if not slots or len(slots) > MOST_KNOTS or any(a >= b for a, b in itertools.pairwise([*slots, free])):
-        raise KvlearnError(f"slots are {list(slots)}; give 1 to {MOST_KNOTS} ascending numbers below {free}.")
+    check_slots(slots, free)
     ends = (*map(float, slots[1:]), float(free))
     basis, target = _basis(np.asarray(slots, dtype=np.float64), ends), np.asarray(costs, dtype=np.float64)
     best, least = np.zeros(len(ends)), float((target**2).sum())

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_rows import fake_row
 from rich.console import Console
 
 from kvlearn.report import markdown_table
 from kvlearn.report.blame import EVERYWHERE, blame_markdown, blame_sections, blames, render_blame, write_blame
-from tests.fake_rows import fake_row
 
 PARTS = {"layers 0-4": 0.0, "layers 5-9": 0.01, "layers 10-14": 0.2}
 

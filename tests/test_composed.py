@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cache_helpers import feed, held, prompt, scorer
+from cache_helpers import policy as make_policy
 from transformers import LlamaForCausalLM
 
 from kvlearn import EvictingCache, enable
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import resolve
 from kvlearn.policies.composed import Composed, Part
-from tests.cache_helpers import feed, held, prompt, scorer
-from tests.cache_helpers import policy as make_policy
 
 BUDGET, BLOCK = 16, 4
 
