@@ -148,6 +148,14 @@ def rest(shape: Shape, dtype: torch.dtype, device: str) -> Errors:
     def written(load: Workload) -> Tensor:
         load.order.copy_(load.pos.argsort(-1)[..., : shape.block])
         load.write()
-        return torch.cat([load.keys.flatten(), load.values.flatten(), load.state.flatten().to(dtype)])
+        load.settle()
+        return torch.cat(
+            [
+                load.keys.flatten(),
+                load.values.flatten(),
+                load.state.flatten().to(dtype),
+                load.static.flatten().to(dtype),
+            ]
+        )
 
     yield "write", float(not torch.equal(*_both(written, shape, dtype, device))), 0.0

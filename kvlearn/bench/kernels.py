@@ -28,6 +28,7 @@ from kvlearn.kernels import docs, launch, timing, traffic
 from kvlearn.kernels.decode_attention.splits import split_count
 from kvlearn.kernels.workloads import Workload
 
+KERNELS = ("attend", "observe", "forecast", "select", "write", "settle")  # operations of a Workload
 STEPS = ("attention", "streaming", "ema", "learned")  # see time_steps
 
 Call = Callable[[], object]
@@ -92,6 +93,7 @@ def must_move(shape: traffic.Shape, element: int) -> dict[str, traffic.Traffic]:
         "forecast": traffic.forecast(shape, launch.parameters(target, "forecast", "all")),
         "select": traffic.select(shape, shape.block),
         "write": traffic.write(shape),
+        "settle": traffic.settle(shape),
     }
 
 
@@ -114,7 +116,7 @@ def time_kernels(sizes: Sizes, device: str, timer: Timer, copy: float) -> list[d
             for name, moved in must_move(shape, sizes.dtype.itemsize).items():
                 took = timer([getattr(load, name) for load in loads])
                 row[name] = {"seconds": took, "rate": moved.must / took, "of_copy": moved.must / took / copy}
-            block = sum(row[name]["seconds"] for name in ("observe", "forecast", "select"))
+            block = sum(row[name]["seconds"] for name in ("observe", "forecast", "select", "settle"))
             row["overhead"] = (block / shape.block + row["write"]["seconds"]) / row["attend"]["seconds"]
             rows.append(row)
             print(kernel_line(row), flush=True)
@@ -123,10 +125,7 @@ def time_kernels(sizes: Sizes, device: str, timer: Timer, copy: float) -> list[d
 
 def kernel_line(row: dict[str, Any]) -> str:
     """One row of :func:`time_kernels` in words."""
-    parts = [
-        f"{name} {row[name]['seconds'] * 1e6:.1f} us ({row[name]['of_copy']:.0%} of copy)"
-        for name in ("attend", "observe", "forecast", "select", "write")
-    ]
+    parts = [f"{name} {row[name]['seconds'] * 1e6:.1f} us ({row[name]['of_copy']:.0%} of copy)" for name in KERNELS]
     return f"batch {row['batch']} slots {row['slots']}: {', '.join(parts)}; upkeep {row['overhead']:.1%} of attention"
 
 
@@ -239,14 +238,13 @@ def summary(report: Report) -> dict[str, str]:
         f"{report.versions['triton']}. A copy moves {report.copy / 1e9:.0f} GB/s. Checks: "
         f"{len(report.checks) - len(bad)} of {len(report.checks)} pass."
     )
-    names = ("attend", "observe", "forecast", "select", "write")
     kernels = docs.table(
-        ("batch", "slots", *(f"{name}, us (of copy)" for name in names), "upkeep / attention"),
+        ("batch", "slots", *(f"{name}, us (of copy)" for name in KERNELS), "upkeep / attention"),
         [
             (
                 row["batch"],
                 row["slots"],
-                *(f"{row[n]['seconds'] * 1e6:.1f} ({row[n]['of_copy']:.0%})" for n in names),
+                *(f"{row[n]['seconds'] * 1e6:.1f} ({row[n]['of_copy']:.0%})" for n in KERNELS),
                 f"{row['overhead']:.1%}",
             )
             for row in report.kernels

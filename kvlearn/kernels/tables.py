@@ -32,6 +32,7 @@ def _by_kernel(shape: Shape) -> dict[str, tuple[Traffic, float]]:
     return {
         f"attend, join ({splits} splits)": (traffic.attend(shape, attend, splits), 1.0),
         "write": (traffic.write(shape), 1.0),
+        "write, when the block ends": (traffic.settle(shape), block),
         "fold (observe)": (traffic.observe(shape, launch.parameters(TARGET, "mass", dim)), block),
         "forecast (score)": (traffic.forecast(shape, launch.parameters(TARGET, "forecast", "all")), block),
         "smallest (select)": (traffic.select(shape, shape.block), block),
@@ -109,7 +110,7 @@ def launch_table() -> str:
     for when, calls in (
         ("when a block begins", (load.forecast, load.select)),
         ("every step", (load.write, load.attend)),
-        ("when a block ends", (load.observe,)),
+        ("when a block ends", (load.settle, load.observe)),
     ):
         with dry.recording(TARGET) as launches:
             for call in calls:

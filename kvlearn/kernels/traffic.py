@@ -115,11 +115,17 @@ def select(shape: Shape, count: int) -> Traffic:
 
 
 def write(shape: Shape) -> Traffic:
-    """One new token per row: key, value, position, static inputs; history cleared."""
+    """One new token per row: key, value, position."""
     tokens = shape.batch * shape.heads
-    copied = 2 * (2 * shape.dim * shape.element) + 2 * 2 * shape.inputs
-    own = tokens * (copied + 8 + _POS + _STATE)  # 8: the slot's index
+    own = tokens * (2 * 2 * shape.dim * shape.element + 8 + _POS)  # 8: the slot's index
     return Traffic(own + shape.batch * _POS, own + tokens * _POS)
+
+
+def settle(shape: Shape) -> Traffic:
+    """A block's tokens once more: static inputs, and history cleared; the kernel writes keys and values again."""
+    tokens = shape.batch * shape.heads * shape.block
+    must = tokens * (2 * 2 * shape.inputs + 8 + _STATE)
+    return Traffic(must, must + tokens * (2 * 2 * shape.dim * shape.element + 2 * _POS))
 
 
 def accumulating(shape: Shape) -> int:

@@ -73,8 +73,9 @@ class Workload:
         self.order = torch.zeros(b, h, shape.block, dtype=torch.int64, device=device)
 
         self.key, self.value = normal(b, h, 1, d, dtype=dtype), normal(b, h, 1, d, dtype=dtype)
-        self.new_static = normal(b, h, 1, shape.inputs, dtype=features.STATIC_DTYPE)
         self.new_pos = torch.full((b, 1), SEEN, dtype=torch.int32, device=device)
+        self.new_keys, self.new_values = (normal(b, h, shape.block, d, dtype=dtype) for _ in range(2))
+        self.new_static = normal(b, h, shape.block, shape.inputs, dtype=features.STATIC_DTYPE)
 
     @property
     def size(self) -> int:
@@ -112,17 +113,30 @@ class Workload:
         return select(self.score, self.pos, self.protected, self.shape.block, out=self.order, impl=self.impl)
 
     def write(self) -> None:
-        """One token per row over the first victim."""
+        """One token per row over the first victim, as far as the next query reads it."""
+        replace(
+            self.keys,
+            self.values,
+            self.pos,
+            target=self.order[..., :1],
+            key=self.key,
+            value=self.value,
+            new_pos=self.new_pos,
+            impl=self.impl,
+        )
+
+    def settle(self) -> None:
+        """All tokens of a block over its victims, with every piece of state."""
         replace(
             self.keys,
             self.values,
             self.pos,
             state=self.state,
             static=self.static,
-            target=self.order[..., :1],
-            key=self.key,
-            value=self.value,
-            new_pos=self.new_pos,
+            target=self.order,
+            key=self.new_keys,
+            value=self.new_values,
+            new_pos=self.query_pos,
             new_static=self.new_static,
             impl=self.impl,
         )

@@ -12,7 +12,7 @@ import torch
 from kernel_helpers import ROOT, in_fresh_process
 
 from kvlearn.bench.__main__ import main
-from kvlearn.bench.kernels import Report, kernel_line, step_line, summary
+from kvlearn.bench.kernels import KERNELS, Report, kernel_line, step_line, summary
 
 pytest.importorskip("triton", reason="triton is installed on Linux only")
 
@@ -60,14 +60,13 @@ for policy in ("streaming", "ema", scorer(TOY, "meta")):
 
 def test_figures_become_a_table() -> None:
     timing = {"seconds": 2e-6, "rate": 1e12, "of_copy": 0.25}
-    names = ("attend", "observe", "forecast", "select", "write")
     report = Report("a card", {"torch": "2", "triton": "3", "date": "2000-01-01"}, copy=4e12)
-    report.kernels = [{"batch": 1, "slots": 2048, "overhead": 0.04, **dict.fromkeys(names, timing)}]
+    report.kernels = [{"batch": 1, "slots": 2048, "overhead": 0.04, **dict.fromkeys(KERNELS, timing)}]
     steps = {"attention": 0.5e-6, "streaming": 1e-6, "ema": 2e-6, "learned": 3e-6}
     report.steps = [{"batch": 8, "budget": 2048, "steps": steps, "full": {32768: 30e-6}, "times_faster": {32768: 10.0}}]
     text = summary(report)["measured"]
     assert "a card, 2000-01-01, torch 2, triton 3. A copy moves 4000 GB/s. Checks: 0 of 0 pass." in text
-    assert "| 1 | 2048 | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 4.0% |" in text
+    assert "| 1 | 2048 | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 2.0 (25%) | 4.0% |" in text
     assert "budget 2,048:" in text
     assert "| 8 | 0.5 | 1.0 | 2.0 | 3.0 | 30.0 (10.0) |" in text
     assert "| attention at 80% of a copy's bandwidth or more | 25% to 25% | 0 of 1 |" in text

@@ -75,23 +75,25 @@ def test_select() -> None:
     assert_counted(count, traffic.select(SHAPE, SHAPE.block))
 
 
-def test_write() -> None:
-    new = torch.randn(B, H, 1, D)
-    with counting_bytes() as count:
+@pytest.mark.parametrize("settles", [False, True])
+def test_write(settles: bool) -> None:
+    count = SHAPE.block if settles else 1
+    new = torch.randn(B, H, count, D)
+    state = {"state": history.empty((B, H, S)), "static": torch.zeros(B, H, S, R).half()}
+    whole = {**state, "new_static": torch.zeros(B, H, count, R).half()} if settles else {}
+    with counting_bytes() as moved:
         replace(
             torch.zeros(B, H, S, D),
             torch.zeros(B, H, S, D),
             torch.zeros(B, H, S, dtype=torch.int32),
-            state=history.empty((B, H, S)),
-            static=torch.zeros(B, H, S, R).half(),
-            target=torch.zeros(B, H, 1, dtype=torch.int64),
+            **whole,
+            target=torch.arange(count).expand(B, H, count),
             key=new,
             value=new,
-            new_pos=torch.zeros(B, 1, dtype=torch.int32),
-            new_static=torch.zeros(B, H, 1, R).half(),
+            new_pos=torch.zeros(B, count, dtype=torch.int32),
             impl="triton",
         )
-    assert_counted(count, traffic.write(SHAPE))
+    assert_counted(moved, traffic.settle(SHAPE) if settles else traffic.write(SHAPE))
 
 
 def test_a_block_of_work_is_a_small_part_of_attention() -> None:
@@ -102,6 +104,7 @@ def test_a_block_of_work_is_a_small_part_of_attention() -> None:
         traffic.observe(shape, launch.parameters("cuda:90", "mass", "d128 16bit")).must
         + traffic.forecast(shape, launch.parameters("cuda:90", "forecast", "all")).must
         + traffic.select(shape, shape.block).must
+        + traffic.settle(shape).must
     )
     per_step = block / shape.block + traffic.write(shape).must
     assert per_step < 0.05 * attention.must
