@@ -35,7 +35,8 @@ class Token:
             return
         block = sum(mass) / queries
         code = float(decode_mass(encode_mass(torch.tensor([block])))[0])
-        self.mean += (code - self.mean) * min(queries / (length - self.pos), 1.0)
+        share = queries / (length - self.pos)  # above 1 where queries of the block came before the token
+        self.mean = self.mean * (1 - min(share, 1.0)) + code * share
 
 
 @dataclass
