@@ -311,6 +311,13 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
 
 def test_a_nan_among_the_scores_is_reported(model: Any) -> None:
     made = policy("random", model)
-    made.score = lambda slots: torch.where(slots.pos == 9, torch.nan, 0.0)  # type: ignore[method-assign]  # broken
+    made.score = lambda slots: torch.where(slots.pos == 9, torch.nan, 0.0)  # type: ignore[method-assign]  # a broken policy
     with pytest.raises(KvlearnError, match="NaN"):
         feed(model, pooled(model, made), prompt(40), [40])
+
+
+def test_rows_of_mostly_padding_are_cut_like_any_other(model: Any) -> None:
+    ids, mask = prompt(11), torch.tensor([[0] * 7 + [1, 1, 0, 0]])
+    cache = pooled(model, "streaming", 10, block=1, floor=FLOOR)
+    feed(model, cache, ids, [9, 2], mask)
+    assert held(cache) == [[[{0, 1}] * HEADS]] * 2
