@@ -51,8 +51,8 @@ class Ragged:
 
     @cached_property
     def width(self) -> int:
-        """Slots of the head that holds most; at least one of a pool that has any."""
-        return max(int(self.counts.max()), min(1, self.codes.shape[1]))
+        """Slots of the head that holds most; padding leaves heads with less than their share, which stays the least."""
+        return max(int(self.counts.max()), -(-self.codes.shape[1] // self.heads))
 
     @cached_property
     def _sorted(self) -> Tensor:
