@@ -126,7 +126,8 @@ class Demo:
 
     def prompt(self) -> tuple[list[int], str]:
         """The beginning of a held-out document, and the text of its last line or so."""
-        case = text_cases(self.loaded.tokenizer, HELD_OUT, docs=1, window=self.sizes.window, split="validation", seed=0)[0]
+        window = self.sizes.window
+        (case,) = text_cases(self.loaded.tokenizer, HELD_OUT, docs=1, window=window, split="validation", seed=0)
         ids: list[int] = case.input_ids.tolist()
         return ids, str(self.loaded.tokenizer.decode(ids[-32:]))
 

@@ -118,6 +118,7 @@ class EvictingLayer(SlotStore):
         plain, static = (None, None) if waits else self._unrotated(key, value, pos, position_ids)
         fits = self._plan(count)
         if self.config.compact is not None:
+            assert plain is not None  # compact positions keep keys before rotation, and none of them waits
             query, key = self._compact(query, plain, pos, position_ids, fits)
         if "queries" in self.config.policy.reads:
             self._keep_recent(query, pos, position_ids)

@@ -271,7 +271,7 @@ class SlotStore(CacheLayerMixin):
             **self._settled_static(key, value, count),
         )
 
-    def _settled_static(self, key: Tensor, value: Tensor, count: int) -> dict[str, Tensor]:
+    def _settled_static(self, key: Tensor, value: Tensor, count: int) -> dict[str, Any]:
         if self.waiting_ids is None or self.config.unrotate is None:
             return {}
         static = self.static_of(self.config.unrotate(key, self.waiting_ids[:, :count]), value)

@@ -311,7 +311,7 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
 
 def test_a_nan_among_the_scores_is_reported(model: Any) -> None:
     made = policy("random", model)
-    made.score = lambda slots: torch.where(slots.pos == 9, torch.nan, 0.0)  # type: ignore[method-assign]  # a broken policy
+    made.score = lambda slots: torch.where(slots.pos == 9, torch.nan, 0.0)  # type: ignore[method-assign]  # bad policy
     with pytest.raises(KvlearnError, match="NaN"):
         feed(model, pooled(model, made), prompt(40), [40])
 

@@ -147,4 +147,4 @@ def test_passing_the_models_last_position_is_said_once(tiny_llama: Callable[...,
 
 def test_other_kinds_of_positions_are_refused(model: Any) -> None:
     with pytest.raises(KvlearnError, match="positions is 'relative'; use 'original' or 'compact'"):
-        kvlearn.EvictingCache(model, "streaming", BUDGET, positions="relative")  # type: ignore[arg-type]  # wrong on purpose
+        kvlearn.EvictingCache(model, "streaming", BUDGET, positions="relative")  # type: ignore[arg-type]  # not valid

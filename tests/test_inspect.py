@@ -90,7 +90,7 @@ def test_the_page_holds_everything_it_shows(tmp_path: Path) -> None:
     text = write_inspection(inspection, tmp_path / "page.html", commands=["kvlearn inspect"]).read_text()
     assert evil not in text
     assert not re.search(r"(src|href)=(?!\"#|\"data:,)", text), "it asks for another file"
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text).group(1))  # type: ignore[union-attr]  # the page has data
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text).group(1))  # type: ignore[union-attr]  # always there
     assert data["layers"] == [0, 2]
     assert [[ord(letter) - ord("0") for letter in layer] for layer in data["policies"][0]["counts"]] == [
         [20, 0, 1],
