@@ -121,13 +121,9 @@ def kvlearn_attention(
             query, key, value, visible=attention_mask, causal=causal, scale=scale, softcap=softcap
         )
         return out.transpose(1, 2).contiguous(), None
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise KvlearnError(f"this model's attention asks for {name!r}, which an EvictingCache cannot honour.")
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise KvlearnError("this model's attention looks ahead, and an EvictingCache serves causal attention only.")
-    if dropout:
-        raise KvlearnError("an EvictingCache serves generation only; call model.eval() first.")
+    if (refusal := _refusal(module, dropout, kwargs)) is not None:
+        layer.pending = False  # it was not bypassed, and may be called again
+        raise KvlearnError(refusal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     positions = kwargs.get("position_ids")
     if torch.compiler.is_compiling():
@@ -136,6 +132,16 @@ def kvlearn_attention(
     else:
         out = layer.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, position_ids=positions)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refusal(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> str | None:
+    """Why an EvictingCache cannot serve this call, or ``None``."""
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            return f"this model's attention asks for {name!r}, which an EvictingCache cannot honour."
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        return "this model's attention looks ahead, and an EvictingCache serves causal attention only."
+    return "an EvictingCache serves generation only; call model.eval() first." if dropout else None
 
 
 def register() -> None:

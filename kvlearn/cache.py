@@ -23,7 +23,7 @@ from kvlearn.policies import resolve
 from kvlearn.policies.base import Policy
 from kvlearn.pool import PooledLayer
 from kvlearn.rotary import Unrotator
-from kvlearn.shapes import Budget, GroupReduce, Protection
+from kvlearn.shapes import Budget, GroupReduce, Protection, whole_number
 from kvlearn.slots import LayerConfig, Recorder
 from kvlearn.support import NO_ROLLBACK, check_model, managed_layers
 
@@ -104,12 +104,7 @@ class EvictingCache(Cache):
                 "no effect.",
                 stacklevel=2,
             )
-        budgets = [budget] * len(managed) if budget is None or isinstance(budget, int) else list(budget)
-        if len(budgets) != len(managed):
-            raise KvlearnError(
-                f"budget lists {len(budgets)} numbers and the model has {len(managed)} full-attention layers; "
-                "give one number per such layer."
-            )
+        budgets = _by_layer(budget, len(managed))
         self.floor = _check_options(budget, positions, allocation, floor, recorder)
         smallest = min((b for b in budgets if b is not None), default=None)
         block, group_reduce = _observation(self.policy, block, group_reduce, smallest, protect)
@@ -218,7 +213,7 @@ class EvictingCache(Cache):
         """Arguments that make a cache like this one, policy and recorder apart; defaults filled in."""
         slots = [budget.slots for budget in self.budgets]
         return {
-            "budget": slots if any(slots) else None,
+            "budget": None if self.policy.kind == "full" and not any(slots) else slots,
             "protect": self.budgets[0].protect if self.budgets else Protection(),
             "block": self.block,
             "group_reduce": self.group_reduce,
@@ -327,6 +322,18 @@ def _allocated(*tensors: Tensor) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def _by_layer(budget: object, layers: int) -> list[int | None]:
+    """What a caller may give as ``budget``, for each full-attention layer."""
+    one = isinstance(budget, str) or not isinstance(budget, Sequence)
+    given: Sequence[Any] = [budget] * layers if one else budget
+    if len(given) != layers:
+        raise KvlearnError(
+            f"budget lists {len(given)} numbers and the model has {layers} full-attention layers; "
+            "give one number per such layer."
+        )
+    return [None if slots is None else whole_number(slots, "budget", "slots", 1) for slots in given]
+
+
 def _check_options(
     budget: object, positions: str, allocation: str, floor: float | None, recorder: Recorder | None
 ) -> float | None:
@@ -340,8 +347,8 @@ def _check_options(
             raise KvlearnError(f"floor is {floor} and belongs to allocation='pooled'; give both or neither.")
         return None
     floor = DEFAULT_FLOOR if floor is None else floor
-    if not 0 <= floor <= 1:
-        raise KvlearnError(f"floor is {floor}; give a share of the budget between 0 and 1.")
+    if not isinstance(floor, int | float) or not 0 <= floor <= 1:
+        raise KvlearnError(f"floor is {floor!r}; give a share of the budget between 0 and 1.")
     if budget is None:
         raise KvlearnError("allocation='pooled' shares a budget among heads; give budget as well.")
     if positions == "compact":
@@ -376,6 +383,8 @@ def _observation(
 
 
 def _require_enabled(model: PreTrainedModel) -> None:
+    if not hasattr(model, "config"):
+        raise KvlearnError(f"model is {model!r}; give the transformers model first, then the policy and the budget.")
     current = getattr(model.config, "_attn_implementation", None)
     if current != attention.NAME:
         raise KvlearnError(_wrong_attention(current))

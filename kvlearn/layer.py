@@ -97,19 +97,20 @@ class EvictingLayer(SlotStore):
             ``[B, H * G, C, D]``.
         """
         self.pending = False
+        count = query.shape[2]
+        valid = own_validity(mask, count)
         if not self.is_initialized:
-            self.lazy_initialization(key, value)
+            self.start(key, value)
         if key.shape[0] != self.pos.shape[0]:
             raise KvlearnError(
                 f"this cache holds {self.pos.shape[0]} rows and was called with {key.shape[0]}; "
                 "use one cache per batch."
             )
         self.scale, self.softcap = scale, softcap
-        count = query.shape[2]
+        nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
+        self.check_prompt(nth)
         if count > 1:
             self.close_block()
-        valid = own_validity(mask, count)
-        nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
         pos = (self.length[:, None] + (nth - 1)).int()
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
@@ -183,13 +184,12 @@ class EvictingLayer(SlotStore):
         if self.order.shape[-1] - self.cursor >= count * self.lanes:
             return True
         self.settle()
-        budget, capacity = self.config.budget, self.keys.shape[2]
+        budget = self.config.budget
         if budget.slots is None:
-            self.grow(self.used + count)
-            capacity = self.keys.shape[2]
-        free = capacity - self.used
+            self.grow(self.used + count * self.lanes)
+        free = self.keys.shape[2] - self.used
         want = (count if count > 1 else budget.block) * self.lanes
-        if self.config.policy.kind == "full":  # it scores nothing, and may never have to
+        if self.config.policy.kind == "full" or budget.slots is None:  # no victims while one more token fits
             want = min(want, max(free, count * self.lanes))
         if free >= want:
             if self.uneven:  # rows have different empty slots: the lowest index first
@@ -200,10 +200,10 @@ class EvictingLayer(SlotStore):
         elif count > budget.block:
             return False
         elif self.uneven:  # victims are empty slots first; a row is full sooner or later than the others
-            self.used = capacity
+            self.used += free
             self.order = self._next_victims(want)
         else:
-            empty = torch.arange(self.used, capacity, device=self.device).expand(*self.pos.shape[:2], free)
+            empty = torch.arange(self.used, self.used + free, device=self.device).expand(*self.pos.shape[:2], free)
             self.order = torch.cat([empty, self._next_victims(want - free)], dim=-1)
         self.cursor = 0
         return True

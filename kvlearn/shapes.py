@@ -20,6 +20,8 @@ Axes (shapes in comments and docstrings use these letters and no others):
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,6 +34,21 @@ GroupReduce = Literal["mean", "max"]
 
 DEFAULT_BLOCK = 32
 DEFAULT_SINKS = 4
+
+
+def whole_number(value: Any, name: str, unit: str, least: int) -> int:
+    """``value`` as an int, whatever type of whole number it is.
+
+    Raises:
+        KvlearnError: it is no whole number, or below ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise KvlearnError(f"{name} is {value!r}; give a whole number of {unit} that is {least} or more.")
+    return number
 
 
 @dataclass(frozen=True)
@@ -60,8 +77,8 @@ class Protection:
         object.__setattr__(self, "tokens", _positions_by_row(self.tokens))
         for field in ("sinks", "recent", "prompt_ends"):
             value = getattr(self, field)
-            if value is not None and value < 0:
-                raise KvlearnError(f"protect: {field} is {value}; give a number of tokens that is 0 or more.")
+            if field != "recent" or value is not None:
+                object.__setattr__(self, field, whole_number(value, f"protect: {field}", "tokens", 0))
         if self.prompt not in ("none", "whole", "ends"):
             raise KvlearnError(f"protect: prompt is {self.prompt!r}; use 'none', 'whole' or 'ends'.")
 
@@ -134,13 +151,14 @@ class Budget:
     @classmethod
     def resolve(cls, slots: int | None, block: int | None = None, protect: Protection | None = None) -> Budget:
         """Fill the defaults that depend on each other and check that they fit."""
-        if slots is not None and slots < 1:
-            raise KvlearnError(f"budget is {slots}; give a number of slots that is 1 or more.")
+        if slots is not None:
+            slots = whole_number(slots, "budget", "slots", 1)
         if block is None:
             block = DEFAULT_BLOCK if slots is None else max(1, min(DEFAULT_BLOCK, slots // 4))
-        if block < 1:
-            raise KvlearnError(f"block is {block}; give a number of queries that is 1 or more.")
-        protect = protect or Protection()
+        block = whole_number(block, "block", "queries", 1)
+        protect = Protection() if protect is None else protect
+        if not isinstance(protect, Protection):
+            raise KvlearnError(f"protect is {protect!r}; give kvlearn.Protection(sinks=4), or leave it out.")
         if protect.recent is None:
             protect = replace(protect, recent=block)
         assert protect.recent is not None
@@ -153,6 +171,23 @@ class Budget:
             )
         return budget
 
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a prompt of so many tokens if it is protected whole and does not fit.
+
+        Raises:
+            KvlearnError: it does not fit, beside what else is protected and one block.
+        """
+        if self.slots is None or self.protect.prompt != "whole":
+            return
+        first = max(tokens, self.protect.sinks)
+        room = self.slots - (self.protect.recent or 0) - self._own_from(first) - self.block
+        if first > room:
+            raise KvlearnError(
+                f"the prompt has {tokens} tokens and is protected whole, and a budget of {self.slots} slots holds at "
+                f"most {max(room, 0)} beside recent tokens, your own and one block of {self.block}; raise the budget "
+                "or protect less."
+            )
+
     @property
     def prompt_slots(self) -> int:
         """Slots that the two ends of the prompt take, where they are protected."""
@@ -161,7 +196,10 @@ class Budget:
     @property
     def own_slots(self) -> int:
         """Slots that the caller's own tokens take beyond the sinks, in the row that names the most."""
-        return max((sum(p >= self.protect.sinks for p in row) for row in self.protect.tokens), default=0)
+        return self._own_from(self.protect.sinks)
+
+    def _own_from(self, first: int) -> int:
+        return max((sum(p >= first for p in row) for row in self.protect.tokens), default=0)
 
     @property
     def least(self) -> int:
@@ -175,7 +213,12 @@ def _positions_by_row(tokens: Any) -> tuple[tuple[int, ...], ...]:
         if tokens.dtype != torch.bool or tokens.ndim not in (1, 2):
             raise KvlearnError(f"protect: tokens is {tokens.dtype} of shape {list(tokens.shape)}; give a bool [B, T].")
         tokens = [row.nonzero()[:, 0].tolist() for row in (tokens if tokens.ndim == 2 else tokens[None])]
-    rows = [tokens] if all(isinstance(p, int) for p in tokens) else tokens
-    if any(not isinstance(p, int) or p < 0 for row in rows for p in row):
-        raise KvlearnError(f"protect: tokens is {tokens!r}; give positions that are whole numbers, 0 or more.")
-    return tuple(tuple(sorted(set(row))) for row in rows)
+    told = KvlearnError(f"protect: tokens is {tokens!r}; give positions that are whole numbers, 0 or more.")
+    try:
+        one_row = not any(isinstance(p, Iterable) for p in tokens)
+        rows = [list(row) for row in ([tokens] if one_row else tokens)]
+        if isinstance(tokens, str) or any(isinstance(p, bool) or operator.index(p) < 0 for row in rows for p in row):
+            raise told
+    except TypeError:
+        raise told from None
+    return tuple(tuple(sorted({operator.index(p) for p in row})) for row in rows)

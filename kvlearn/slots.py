@@ -176,7 +176,6 @@ class SlotStore(CacheLayerMixin):
         self.length = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.prompt_length = torch.zeros_like(self.length)
         self.order = torch.zeros(batch, heads, 0, dtype=torch.int64, device=self.device)
-        self.guarded = self.config.budget.protect.own_mask(batch, self.device)
         if "history" in self.config.policy.reads:
             self.state = history.empty((batch, heads, capacity), self.device)
         if "last_query" in self.config.policy.reads:
@@ -185,6 +184,18 @@ class SlotStore(CacheLayerMixin):
             self.plain = torch.zeros_like(self.keys)
             self.offset = torch.zeros_like(self.length)
         self.is_initialized = True
+
+    def start(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for a first call, whose rows are those that the caller's own protected tokens are given for."""
+        guarded = self.config.budget.protect.own_mask(key_states.shape[0], key_states.device)
+        self.lazy_initialization(key_states, value_states)
+        self.guarded = guarded
+
+    def check_prompt(self, nth: Tensor) -> None:
+        """Refuse a prompt that is protected whole and does not fit, before any of this call is stored."""
+        first = not self.decoding and (nth.shape[1] > 1 or self.seen == 0)
+        if first and self.config.budget.protect.prompt == "whole":
+            self.config.budget.check_prompt(int((self.length + nth[:, -1]).max()))
 
     def _map_rows(self, move: Callable[[Tensor], Tensor]) -> None:
         for name in _ROW_STATE:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_helpers import feed, held, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,3 +83,17 @@ def test_a_scorers_shares_are_used_when_asked_for(tiny_llama: Callable[..., Any]
         EvictingCache(model, scorer, [32] * layers, allocation="scorer")
     with pytest.raises(KvlearnError, match="'ema' recommends no allocation"):
         EvictingCache(model, "ema", 32, allocation="scorer")
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "pooled"])
+@pytest.mark.parametrize("calls", [[1019, *[1] * 12], [1000, 300, 300]], ids=["steps", "turns"])
+def test_a_layer_without_bound_loses_nothing_however_long(
+    tiny_llama: Callable[..., Any], allocation: Any, calls: list[int]
+) -> None:
+    # Slots are added a thousand at a time; a block that ends beyond the last of them must not evict.
+    model = enable(tiny_llama())
+    cache = EvictingCache(model, "streaming", [None, 32], block=8, allocation=allocation)
+    feed(model, cache, prompt(sum(calls)), calls)
+    unbounded, bounded = held(cache)
+    assert unbounded == [[set(range(sum(calls)))] * 2]
+    assert bounded == [[{*range(4), *range(sum(calls) - 28, sum(calls))}] * 2]

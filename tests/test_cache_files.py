@@ -6,12 +6,14 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from cache_helpers import BLOCK, EVICTING, NO_RECORDING, feed, generate, held, left_pad, policy, prompt, snapshot
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -247,3 +249,32 @@ def test_a_cache_outlives_its_model_with_a_clear_word(tiny_llama: Callable[..., 
     cache = kvlearn.EvictingCache(kvlearn.enable(tiny_llama(seed=9)), "h2o", BUDGET, block=BLOCK)
     with pytest.raises(KvlearnError, match="keep it as long as the cache"):
         cache.save(tmp_path / "cache.safetensors")
+
+
+def test_rows_that_were_selected_keep_what_the_caller_protects(model: Any, tmp_path: Path) -> None:
+    protect = kvlearn.Protection(tokens=[[5], [6], [7]])
+    cache = kvlearn.EvictingCache(model, "streaming", BUDGET, block=BLOCK, protect=protect)
+    feed(model, cache, prompt(30, batch=3), [30])
+    cache.batch_select_indices(torch.tensor([0, 2]))  # there are tokens for three rows
+    cache.save(tmp_path / "cache")
+    loaded = kvlearn.EvictingCache.load(tmp_path / "cache", model)
+    ids = prompt(20, batch=2, seed=1)
+    assert torch.equal(feed(model, loaded, ids, [1] * 20), feed(model, cache, ids, [1] * 20))
+    for layer in held(loaded):
+        assert all(5 in head for head in layer[0])
+        assert all(7 in head for head in layer[1])
+
+
+def test_a_cache_that_bounds_no_layer_is_saved_with_its_policy(model: Any, tmp_path: Path) -> None:
+    sliding = kvlearn.enable(zoo.build("mistral-sliding"))
+    with pytest.warns(UserWarning, match="sliding windows in all layers"):
+        windows = kvlearn.EvictingCache(sliding, "tova", BUDGET)
+    for owner, cache in ((model, kvlearn.EvictingCache(model, "tova", [None, None])), (sliding, windows)):
+        feed(owner, cache, prompt(20), [20])
+        cache.save(tmp_path / "cache")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the windows once more
+            loaded = kvlearn.EvictingCache.load(tmp_path / "cache", owner)
+        assert loaded.options == cache.options
+        ids = prompt(10, seed=1)
+        assert torch.equal(feed(owner, loaded, ids, [1] * 10), feed(owner, cache, ids, [1] * 10))

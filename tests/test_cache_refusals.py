@@ -119,6 +119,17 @@ def test_training_with_dropout_is_refused(tiny_llama: Callable[..., Any]) -> Non
         feed(model, new_cache(model), prompt(20), [20])
 
 
+def test_after_a_refusal_the_cache_serves_the_corrected_call(tiny_llama: Callable[..., Any]) -> None:
+    model = kvlearn.enable(tiny_llama(attention_dropout=0.1)).train()
+    cache, ids = new_cache(model), prompt(20, batch=2)
+    with pytest.raises(KvlearnError, match=r"call model\.eval"):
+        feed(model, cache, ids[:1], [20])
+    model.eval()
+    with pytest.raises(KvlearnError, match="not causal"):
+        model(ids[:1], attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool), **{cache_argument(model): cache})
+    assert torch.equal(feed(model, cache, ids, [20]), feed(model, new_cache(model), ids, [20]))
+
+
 def test_attention_weights_cannot_be_returned(model: Any) -> None:
     # transformers refuses it itself where it knows that the implementation returns none
     with pytest.raises(ValueError, match="output_attentions"):

@@ -11,6 +11,7 @@ from cache_helpers import BLOCK, NO_RECORDING, feed, generate, held, policy, pro
 
 import kvlearn
 from kvlearn.errors import KvlearnError
+from kvlearn.policies.base import Policy
 from kvlearn.shapes import Budget, Protection
 
 BUDGET = 20
@@ -68,8 +69,17 @@ def test_tokens_for_another_number_of_rows_are_refused(model: Any) -> None:
 
 
 def test_a_prompt_that_is_protected_whole_and_does_not_fit_is_refused(model: Any) -> None:
-    with pytest.raises(KvlearnError, match="raise the budget or protect less"):
-        feed(model, cache(model, prompt="whole"), prompt(30), [30])
+    message = f"the prompt has {{}} tokens .* at most {BUDGET - 2 * BLOCK} beside .* raise the budget or protect less"
+    for calls in ([30], [13], [8, 5], [1, 12]):  # at once, or when it grows too long; never in the middle of the answer
+        one, tokens = cache(model, prompt="whole"), sum(calls)
+        with pytest.raises(KvlearnError, match=message.format(tokens)):
+            feed(model, one, prompt(tokens), calls)
+    one = cache(model, prompt="whole", tokens=[3, 14])
+    with pytest.raises(KvlearnError, match=f"at most {BUDGET - 2 * BLOCK - 1} beside"):
+        feed(model, one, prompt(12), [12])
+    one = cache(model, prompt="whole")
+    feed(model, one, prompt(62), [12, *[1] * 50])
+    assert all(set(range(12)) <= head for layer in held(one) for head in layer[0])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +91,12 @@ def test_a_prompt_that_is_protected_whole_and_does_not_fit_is_refused(model: Any
         ({"tokens": [-3]}, "whole numbers, 0 or more"),
         ({"tokens": [[1.5]]}, "whole numbers, 0 or more"),
         ({"tokens": torch.zeros(3)}, "give a bool"),
+        ({"tokens": 5}, "whole numbers, 0 or more"),
+        ({"tokens": [[1], 2]}, "whole numbers, 0 or more"),
+        ({"tokens": [True, False]}, "whole numbers, 0 or more"),  # a mask is a tensor
+        ({"tokens": "ab"}, "whole numbers, 0 or more"),
+        ({"sinks": 2.5}, "sinks is 2.5"),
+        ({"recent": "4"}, "recent is '4'"),
     ],
 )
 def test_protection_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -103,6 +119,34 @@ def test_budgets_that_cannot_hold_what_is_protected_are_refused(
 ) -> None:
     with pytest.raises(KvlearnError, match=message):
         Budget.resolve(slots, block, protect)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 20.0}, "budget is 20.0; give a whole number"),
+        ({"budget": "20"}, "budget is '20'; give a whole number"),
+        ({"budget": True}, "budget is True; give a whole number"),
+        ({"budget": [20, "20"]}, "budget is '20'; give a whole number"),
+        ({"budget": {0: 20, 1: 20}}, "give a whole number"),
+        ({"block": 4.0}, "block is 4.0; give a whole number"),
+        ({"protect": {"sinks": 2}}, r"give kvlearn\.Protection"),
+        ({"policy": 3}, "policy is 3; give a name"),
+        ({"policy": Policy}, "give a name, a scorer's folder, a Scorer or a Policy"),
+        ({"model": "tova"}, "give the transformers model first"),
+        ({"allocation": "pooled", "floor": "0.2"}, "floor is '0.2'"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvlearnError, match=message):
+        kvlearn.EvictingCache(**{"model": model, "policy": "tova", "budget": BUDGET, **arguments})
+
+
+def test_whole_numbers_may_be_of_any_type(model: Any) -> None:
+    seven = torch.tensor(7)
+    assert Protection(sinks=seven, tokens=[7]) == Protection(sinks=7, tokens=[7])
+    made = kvlearn.EvictingCache(model, "tova", torch.tensor(BUDGET), block=torch.tensor(BLOCK))  # type: ignore[arg-type]  # which has an __index__
+    assert made.options == kvlearn.EvictingCache(model, "tova", BUDGET, block=BLOCK).options
 
 
 def test_defaults_depend_on_the_budget() -> None:

@@ -131,6 +131,10 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
         raise KvlearnError(
             f"unknown policy {name!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder."
         )
+    from kvlearn.scorers import Scorer
+
+    if policy is not None and not isinstance(policy, Scorer):
+        raise KvlearnError(f"policy is {policy!r}; give a name, a scorer's folder, a Scorer or a Policy.")
     return Learned(policy)
 
 
