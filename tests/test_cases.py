@@ -458,12 +458,13 @@ def test_case_21_a_long_prompt_leaves_the_memory_of_the_budget(smollm2: Any) -> 
     model = kvlearn.enable(smollm2.model)
     ids = prompt(3000, vocabulary=40_000)
 
-    def prefill() -> Any:
+    def prefill(tokens: int = 3000) -> Any:
         cache = kvlearn.EvictingCache(model, "snapkv", 128)
-        feed(model, cache, ids[:, :2999], [2999], logits_to_keep=1)
-        feed(model, cache, ids[:, 2999:], [1])
+        feed(model, cache, ids[:, : tokens - 1], [tokens - 1], logits_to_keep=1)
+        feed(model, cache, ids[:, tokens - 1 : tokens], [1])
         return cache
 
+    prefill(300)  # constants are made when they are first used
     cache, measured = allocated(prefill)
     config = model.config
     slots = config.num_hidden_layers * config.num_key_value_heads * 128

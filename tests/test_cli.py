@@ -43,6 +43,8 @@ def failing() -> Iterator[Callable[[Any], None]]:
         (KvlearnError("budget 3 is too small:\n  at least 40 slots are needed."), "budget 3 is too small: at least 40"),
         (OSError(errno.ENOSPC, "No space left on device", "out/rows.jsonl"), "the disk is full while writing out/rows"),
         (RuntimeError("io error: No space left on device (os error 28)"), "the disk is full; free some space"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "there is not enough memory (Default"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20 GiB."), "there is not enough memory (CUDA"),
         (PermissionError(errno.EACCES, "Permission denied", "out"), "no permission to use out; choose another place"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "out"), "out: Is a directory"),
         (OSError("nothing found at a/b.\nIs it a model?"), "nothing found at a/b. Is it a model?"),
@@ -135,7 +137,8 @@ def test_every_extra_named_in_an_error_exists() -> None:
 
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     for package, extra in cli.EXTRA_OF.items():
-        assert any(line.startswith(package) for line in project["optional-dependencies"][extra]), (package, extra)
+        wanted = project["optional-dependencies"][extra]
+        assert any(line.startswith(package.replace("_", "-")) for line in wanted), (package, extra)
 
 
 def test_help_imports_nothing_heavy() -> None:
