@@ -34,6 +34,9 @@ EXTRA_OF = {
     "torchmetrics": "train",
 }
 
+# What PyTorch says on a CPU and on a GPU.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+
 app = typer.Typer(
     name="kvlearn",
     help="Bounded-memory generation: a small trained scorer decides which cached tokens to forget.",
@@ -84,6 +87,8 @@ def explain(error: Exception) -> str | None:
     if "No space left on device" in str(error):  # safetensors and torch hide the errno of a full disk in a text
         where = f" while writing {error.filename}" if isinstance(error, OSError) and error.filename else ""
         return f"the disk is full{where}; free some space and run the command again"
+    if isinstance(error, MemoryError | RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY):
+        return f"there is not enough memory ({_one_line(str(error))[:160]}); lower --budget or the length of the text"
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         extra = EXTRA_OF.get(package)

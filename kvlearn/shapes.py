@@ -40,14 +40,15 @@ def whole_number(value: Any, name: str, unit: str, least: int) -> int:
     """``value`` as an int, whatever type of whole number it is.
 
     Raises:
-        KvlearnError: it is no whole number, or below ``least``.
+        KvlearnError: it is no whole number, below ``least``, or more than positions can count.
     """
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise KvlearnError(f"{name} is {value!r}; give a whole number of {unit} that is {least} or more.")
+    most = torch.iinfo(torch.int32).max
+    if isinstance(value, bool) or not least <= number <= most:
+        raise KvlearnError(f"{name} is {value!r}; give a whole number of {unit} from {least} to {most}.")
     return number
 
 

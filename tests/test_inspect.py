@@ -114,6 +114,9 @@ def test_the_command_writes_the_page(
     assert "tova" in out.read_text()
     assert cli.main([*command, "--budget", "24", "--out", str(tmp_path)]) == 2
     assert "is a folder; give the name of a file" in capsys.readouterr().err
+    assert cli.main([*command, "--budget", "24", "--out", command[3]]) == 2
+    assert "is the prompt file, which the page would replace" in capsys.readouterr().err
+    assert (tmp_path / "text").read_text() == TEXT
     command[3] += "-missing"
     assert cli.main(command) == 2
     assert "cannot read the prompt from" in capsys.readouterr().err

@@ -277,6 +277,7 @@ def test_misspelt_alias_names_the_nearest(cache: Path, name: str) -> None:
         ("smollm2-135m", {"dtype": "int8"}, "dtype 'int8' is not one of"),
         ("smollm2-135m", {"device": "nowhere"}, "device 'nowhere' is not known"),
         ("smollm2-135m", {"device": "cuda:99"}, "device 'cuda:99' is not there"),
+        ("smollm2-135m", {"device": "meta"}, "device 'meta' cannot be used: .*; try cpu or cuda"),
     ],
 )
 def test_bad_requests_are_one_sentence(cache: Path, name: str, options: dict[str, Any], message: str) -> None:

@@ -109,6 +109,7 @@ def test_protection_that_makes_no_sense_is_refused(arguments: dict[str, Any], me
     [
         (0, None, Protection(), "budget is 0"),
         (16, 0, Protection(), "block is 0"),
+        (10**20, None, Protection(), "give a whole number of slots from 1 to 2147483647"),
         (11, 4, Protection(), r"below the 12 .*4 sinks, 4 recent, 0 prompt, 0 own\) plus one block of 4"),
         (80, 8, Protection(prompt="ends"), "64 prompt"),
         (17, 4, Protection(tokens=[[1, 2], list(range(10))]), "6 own"),

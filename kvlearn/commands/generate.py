@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def generate(
     model: options.Model,
     scorer: Annotated[str | None, typer.Option(help="A scorer's folder or Hub id.")] = None,
-    policy: Annotated[str | None, typer.Option(help="A policy's name; see `kvlearn policies`.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A policy's name (see `kvlearn policies`); else full.")] = None,
     budget: Annotated[int | None, typer.Option(help="The most slots each KV head of a layer may hold.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt; without it and --prompt-file, stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 text file with the prompt.")] = None,
@@ -28,7 +28,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="With a temperature, nucleus of this mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     allocation: Annotated[
         Literal["uniform", "pooled", "scorer"],
         typer.Option(help="How slots are shared: equally, by the heads of a layer, or as the scorer recommends."),
@@ -43,6 +43,8 @@ def generate(
     """Generate text with a bounded cache, then say what was held."""
     if scorer is not None and policy is not None:
         raise KvlearnError("give --scorer or --policy, not both.")
+    if budget is not None and scorer is None and policy is None:
+        raise KvlearnError("--budget says how much is held, but not by which choice; give --scorer or --policy too.")
     chosen = scorer or policy or "full"
     text = _first_prompt(prompt, prompt_file, chat)
 
@@ -75,10 +77,19 @@ def _first_prompt(prompt: str | None, file: Path | None, chat: bool) -> str:
     elif chat and sys.stdin.isatty():
         text = _ask()
     else:
-        text = sys.stdin.read()
+        text = _stdin()
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes that are no text
+        raise KvlearnError("the prompt is not valid UTF-8; give text.")
     if not text.strip():
         raise KvlearnError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or text on stdin.")
     return text
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise KvlearnError(f"cannot read the prompt from stdin: {error}.") from error
 
 
 def _ask() -> str:
@@ -150,7 +161,8 @@ class _Conversation:
         speed = self.new_tokens / self.seconds
         return (
             f"{self.cache.policy.label}: {self.new_tokens} new tokens at {speed:.1f} tokens/s; "
-            f"{held['slots']} slots per KV head held of {length} tokens seen, {held['evictions']:.0f} evicted; "
+            f"{held['mean_slots']:.0f} slots per KV head held of {length} tokens seen, "
+            f"{held['evictions']:.0f} evicted; "
             f"cache {held['bytes'] / 2**20:.1f} MiB allocated ({held['kv_bytes'] / 2**20:.1f} keys and values, "
             f"{held['state_bytes'] / 2**20:.1f} scorer state)"
         )

@@ -34,6 +34,8 @@ def inspect(
     text = options.text_of(prompt_file)
     if out.is_dir():
         raise KvlearnError(f"--out {out} is a folder; give the name of a file, such as {out / 'inspect.html'}.")
+    if out.exists() and out.samefile(prompt_file):
+        raise KvlearnError(f"--out {out} is the prompt file, which the page would replace; give another name.")
     loaded = options.load(model, dtype, device, threads)
 
     from kvlearn.progress import bar

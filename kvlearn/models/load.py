@@ -111,6 +111,11 @@ def _check_device(device: str) -> None:
         raise KvlearnError(f"device {device!r} is not known: try cpu or cuda") from error
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise KvlearnError(f"device {device!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    try:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # each kind of device fails in its own way
+        reason = gguf.first_line(error).partition(". ")[0]
+        raise KvlearnError(f"device {device!r} cannot be used: {reason}; try cpu or cuda") from error
 
 
 def _alias_folder(name: str) -> Path:
