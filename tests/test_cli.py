@@ -204,3 +204,8 @@ def test_corpora_lists_what_is_here_and_how_to_get_the_rest(monkeypatch, capsys)
     _, notes, poems = capsys.readouterr().out.splitlines()
     assert notes.split() == ["notes", "prose:", "some", "notes", "yes"]
     assert poems.split() == ["poems", "verse:", "some", "poems", "no:", "pip", "install", "poems[all]"]
+
+
+def test_a_budget_alone_is_refused_before_anything_is_loaded(capsys) -> None:
+    assert cli.main(["generate", "no-such-model", "--budget", "64", "--prompt", "a"]) == 2
+    assert "give --scorer or --policy too" in capsys.readouterr().err
