@@ -324,8 +324,8 @@ def _allocated(*tensors: Tensor) -> int:
 
 def _by_layer(budget: object, layers: int) -> list[int | None]:
     """What a caller may give as ``budget``, for each full-attention layer."""
-    one = isinstance(budget, str) or not isinstance(budget, Sequence)
-    given: Sequence[Any] = [budget] * layers if one else budget
+    listed = isinstance(budget, Sequence) and not isinstance(budget, str)
+    given: Any = budget if listed else [budget] * layers
     if len(given) != layers:
         raise KvlearnError(
             f"budget lists {len(given)} numbers and the model has {layers} full-attention layers; "
@@ -335,7 +335,7 @@ def _by_layer(budget: object, layers: int) -> list[int | None]:
 
 
 def _check_options(
-    budget: object, positions: str, allocation: str, floor: float | None, recorder: Recorder | None
+    budget: object, positions: str, allocation: str, floor: Any, recorder: Recorder | None
 ) -> float | None:
     """Refuse what cannot be, or not together; returns the floor of a pool."""
     if positions not in get_args(Positions):

@@ -144,7 +144,7 @@ def test_arguments_of_other_types_are_refused(model: Any, arguments: dict[str, A
 
 
 def test_whole_numbers_may_be_of_any_type(model: Any) -> None:
-    seven = torch.tensor(7)
+    seven: Any = torch.tensor(7)
     assert Protection(sinks=seven, tokens=[7]) == Protection(sinks=7, tokens=[7])
     made = kvlearn.EvictingCache(model, "tova", torch.tensor(BUDGET), block=torch.tensor(BLOCK))  # type: ignore[arg-type]  # which has an __index__
     assert made.options == kvlearn.EvictingCache(model, "tova", BUDGET, block=BLOCK).options
