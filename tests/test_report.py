@@ -89,13 +89,23 @@ def test_the_terminal_table_fits_80_columns_and_cuts_no_number() -> None:
         assert with_interval(decimal, line.loss, line.lo, line.hi) in text
     assert len(re.findall(r" [\d.]+ MiB +\d+ *\n", text)) == len(lines), "every line ends in memory and tokens/s"
     assert "budget 128" in text
-    assert text.count("*") == 2 * 3 + 2, "the best heuristic of every cell, and what the mark means for each table"
+    assert text.count("*") == 2 * 3 + 1, "the best heuristic of every cell, and once what the mark means"
 
 
 def test_the_terminal_table_shows_names_as_they_are() -> None:
-    text = terminal([fake_row(policy="[red]loud[/red]", task="[bold]")], width=120)
-    assert "[red]loud[/red]" in text
+    text = terminal([fake_row(policy="[red]loud", task="[bold]")], width=120)
+    assert "[red]loud" in text
     assert "[bold] · negative" in text
+
+
+def test_the_terminal_leaves_parts_to_the_page_and_paths_to_the_rows() -> None:
+    policy = "deep/down/scorer (allocation=a/b.json)"
+    rows = [fake_row(policy=policy, metric=metric) for metric in ("nll", "nll/first-use", "kl")]
+    text = terminal(rows, width=160)
+    assert text.count("1 documents") == 2, "nll and kl, without the part"
+    assert "1 tables of parts are on the page" in text
+    assert text.count("gap closed: from") == 1
+    assert "\nscorer (allocation=a/b.json)" in text
 
 
 def test_the_markdown_table_holds_every_policy_and_what_the_columns_mean() -> None:

@@ -133,7 +133,7 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
         )
     from kvlearn.scorers import Scorer
 
-    if policy is not None and not isinstance(policy, Scorer):
+    if not isinstance(policy, Scorer):
         raise KvlearnError(f"policy is {policy!r}; give a name, a scorer's folder, a Scorer or a Policy.")
     return Learned(policy)
 

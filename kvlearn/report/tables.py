@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,10 @@ def panels(lines: Iterable[SummaryRow]) -> list[Panel]:
 def short_names(policies: Iterable[str]) -> dict[str, str]:
     """Names for charts: the last part of a path, where that leaves no two policies with one name."""
     names = list(dict.fromkeys(policies))
-    last = {name: name.rstrip("/").rsplit("/", 1)[-1] or name for name in names}
+    last = {}
+    for name in names:
+        path, variant, setting = name.partition(" (")  # a setting may have slashes of its own
+        last[name] = (path.rstrip("/").rsplit("/", 1)[-1] or path) + variant + setting
     taken = list(last.values())
     return {name: last[name] if taken.count(last[name]) == 1 else name for name in names}
 
@@ -97,18 +100,28 @@ def short_names(policies: Iterable[str]) -> dict[str, str]:
 def render_table(rows: Iterable[Row]) -> Group:
     """The comparison for a terminal of 80 columns or more: one table per task and metric, budgets as sections.
 
-    Print it with ``rich.console.Console().print``.
+    Parts of a metric are left to the page and the Markdown. Print it with ``rich.console.Console().print``.
     """
     from rich.console import Group
     from rich.text import Text
 
+    found = panels(summary(rows))
+    shown = [panel for panel in found if not panel.is_part] or found
+    names = short_names(line.policy for panel in shown for line in panel.lines)
     parts: list[Table | Text] = []
-    for panel in panels(summary(rows)):
-        parts += [_terminal_table(panel), Text("\n".join([_caption(panel.metric), *panel.notes, ""]), style="dim")]
+    told: set[str] = set()  # what has been said of one table need not be said of the next
+    for panel in shown:
+        news = [note for note in panel.notes if note not in told]
+        told.update(news)
+        parts += [_terminal_table(panel, names), Text("\n".join([*news, ""]), style="dim")]
+    if shown:
+        parts.append(Text(_caption({panel.metric.unit for panel in shown}), style="dim"))
+    if len(shown) < len(found):
+        parts.append(Text(f"{len(found) - len(shown)} tables of parts are on the page and in table.md.", style="dim"))
     return Group(*parts)
 
 
-def _terminal_table(panel: Panel) -> Table:
+def _terminal_table(panel: Panel, names: Mapping[str, str]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -135,7 +148,7 @@ def _terminal_table(panel: Panel) -> Table:
                 style = {"learned": "bold green", "full": "dim", "oracle": "dim"}.get(line.kind, "")
                 gap = (line.gap_lo, line.gap_hi) if line.kind == "learned" else (None, None)  # 80 columns are few
                 table.add_row(
-                    Text(line.policy + (" *" if line.best_heuristic else ""), style=style),
+                    Text(names[line.policy] + (" *" if line.best_heuristic else ""), style=style),
                     with_interval(decimal, line.loss, line.lo, line.hi),
                     with_interval(percent, line.gap_closed, *gap),
                     percent(line.less_loss),
@@ -146,11 +159,12 @@ def _terminal_table(panel: Panel) -> Table:
     return table
 
 
-def _caption(metric: Metric) -> str:
+def _caption(units: Iterable[str]) -> str:
     return (
-        f"loss: {metric.unit}, against the full cache on the same documents, lower is better · * best heuristic · "
-        "gap closed: from the best heuristic (0%) to the oracle (100%) · saved: share of the best heuristic's loss · "
-        "slots: per KV head, mean over layers · memory: bytes the cache allocated, scorer state included"
+        f"loss: {' or '.join(sorted(units))}, against the full cache on the same documents, lower is better · "
+        "* best heuristic · gap closed: from the best heuristic (0%) to the oracle (100%) · saved: share of the best "
+        "heuristic's loss · slots: per KV head, mean over layers · memory: bytes the cache allocated, scorer state "
+        "included"
     )
 
 
