@@ -102,7 +102,8 @@ class Demo:
         for line in _lines(command, self.out):
             if line.startswith("{"):
                 event = json.loads(line)
-                notify("steps", event["step"], event["steps"])
+                if "step" in event:  # not what is said before the first step
+                    notify("steps", event["step"], event["steps"])
                 if event["event"] == "validation":
                     figures = event
         checkpoint = "runs/quick/checkpoints/last.ckpt"
