@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+import tiny
 from browser_helpers import chrome, look  # noqa: F401 - fixtures of the tests of pages
 
 if TYPE_CHECKING:
@@ -66,47 +67,8 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., LlamaForCausalLM]:
-    """A factory of tiny Llamas with random weights: ``tiny_llama(layers=3, seed=1, rope_theta=500.0)``.
-
-    By default 2 layers, 4 query and 2 KV heads of dimension 16, 200 tokens, float32, sdpa, eval mode. Equal arguments
-    give equal weights. Any other keyword goes to ``LlamaConfig``.
-    """
-
-    def make(
-        layers: int = 2,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 16,
-        vocabulary: int = 200,
-        seed: int = 0,
-        dtype: Any = None,
-        attention: str = "sdpa",
-        **config: Any,
-    ) -> LlamaForCausalLM:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        options: dict[str, Any] = {
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "hidden_size": heads * head_dim,
-            "intermediate_size": 2 * heads * head_dim,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 4096,
-            "initializer_range": 0.2,  # the usual 0.02 leaves so small a model's attention flat: nothing to evict by
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            **config,
-        }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = LlamaForCausalLM._from_config(LlamaConfig(**options), attn_implementation=attention)
-        return model.to(dtype or torch.float32).eval()
-
-    return make
+    """The factory of tiny Llamas: ``tiny_llama(layers=3, seed=1, rope_theta=500.0)``; see :func:`tiny.tiny_llama`."""
+    return tiny.tiny_llama
 
 
 @pytest.fixture(scope="session")

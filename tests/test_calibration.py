@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import repetitive_cases
 from transformers import LlamaForCausalLM
 
 from kvlearn import EvictingCache, Scorer, enable
@@ -34,9 +35,7 @@ def loaded(tiny_llama: Callable[..., LlamaForCausalLM]) -> Any:
 
 @pytest.fixture
 def cases() -> list[Case]:
-    generator = torch.Generator().manual_seed(3)
-    parts = [torch.randint(1, 200, (32,), generator=generator).repeat(3) for _ in range(3)]
-    return [Case(f"doc{i}", "made-up", ids) for i, ids in enumerate(parts)]
+    return repetitive_cases(32, 3)
 
 
 def test_the_total_is_kept_and_costs_are_those_of_the_full_model(

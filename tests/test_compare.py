@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import repetitive_cases
 from transformers import LlamaForCausalLM
 
 from kvlearn import EvictingCache, enable
@@ -37,10 +38,7 @@ def loaded(tiny_llama: Callable[..., LlamaForCausalLM]) -> Any:
 
 @pytest.fixture
 def cases() -> list[Case]:
-    generator = torch.Generator().manual_seed(3)
-    # Repetition gives the model something to attend to.
-    parts = [torch.randint(1, 200, (40,), generator=generator).repeat(4) for _ in range(3)]
-    return [Case(f"doc{i}", "made-up", ids) for i, ids in enumerate(parts)]
+    return repetitive_cases(40, 4)
 
 
 def _compare(loaded: Any, cases: Sequence[Case], path: Path, settings: Settings = SETTINGS) -> list[dict[str, Any]]:

@@ -219,7 +219,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_no_file_names_one_machine() -> None:
-    home_of_someone = r"/(?:home|Users)/[a-z][a-z0-9_-]+/|[A-Z]:\\Users\\|/root/"
+    home_of_someone = r"/(?:home|Users)/[a-z][a-z0-9_-]+/|[A-Z]:\\Users\\|/roo[t]/"  # this line is not to find itself
     here = "|".join(re.escape(str(place)) for place in {ROOT, Path.home(), Path(sys.prefix)} if len(place.parts) > 2)
     pattern = re.compile(f"{home_of_someone}|(?:{here})(?![A-Za-z0-9])" if here else home_of_someone)
     assert pattern.search("cp /home/" + "someone/model .")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import tiny_llama
 
 from kvlearn.errors import KvlearnError
 from kvlearn.rows import RowStore, read_rows
@@ -24,21 +25,7 @@ TESTS = Path(__file__).parent
 
 def load() -> Any:
     """A tiny model, the same in every process."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        hidden_size=64,
-        intermediate_size=64,
-        vocab_size=200,
-        initializer_range=0.2,
-    )
-    return SimpleNamespace(model=LlamaForCausalLM(config).eval(), tokenizer=None, name="tiny", context_length=None)
+    return SimpleNamespace(model=tiny_llama(), tokenizer=None, name="tiny", context_length=None)
 
 
 def load_nothing() -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tiny import tiny_llama
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvlearn
 from kvlearn.attention import cache_argument
@@ -112,19 +112,7 @@ def trace_in_shards(folder: Path, die_at: int | None = None) -> int:
         return call
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            hidden_size=64,
-            intermediate_size=64,
-            vocab_size=200,
-            pad_token_id=0,
-        )
-    ).eval()
+    model = tiny_llama()
     layout = layout_of(model, 64, 8)
     with (
         mock.patch.object(trace_format, "SHARD_BYTES", 2 * layout.window_bytes),
