@@ -18,6 +18,13 @@ from kvlearn.kernels.families import DIMS, families
 GOOD = check.Result("attend bf16 128", "cuda:90", "attend", registers=90, shared=71680, warps=4, matrix=32)
 
 
+def test_a_cell_of_the_table_tells_faults_in_place_of_figures() -> None:
+    assert check.cell(GOOD) == "90 / 70 KB / 32"
+    assert check.cell(replace(GOOD, faults=("spills 3 registers", "has no matrix instructions"))) == (
+        "spills 3 registers; has no matrix instructions"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
