@@ -11,7 +11,7 @@ observation see ``[B, H, S]`` as ever, with as many slots as the head that has m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,8 +73,16 @@ class Ragged:
         at = at.clamp(max=self.codes.shape[1] - 1).flatten(1)
         return self._sorted.gather(1, at).view(*self.counts.shape, -1)
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        """``[B * H * S]`` :attr:`slots`, counted through the pools of all rows."""
+        batch, pool = self.codes.shape
+        return (self.slots + torch.arange(batch, device=self.codes.device).view(-1, 1, 1) * pool).flatten()
+
     def split(self, pooled: Tensor, dim: int) -> Tensor:
         """``[B, 1, ..., P, ...]`` by head: ``[B, H, ..., S, ...]``; ``dim`` is that of the slots."""
+        if dim == 2 and pooled.ndim == 4:  # whole vectors are copied at once
+            return pooled.flatten(0, 2).index_select(0, self._rows).view(*self.slots.shape, pooled.shape[-1])
         pooled = pooled.expand(-1, self.heads, *pooled.shape[2:])
         return pooled.gather(dim, expand(self.slots, pooled, dim))
 
@@ -94,6 +102,25 @@ def flat_heads(by_head: Tensor, dim: int) -> Tensor:
     return by_head.movedim(1, dim - 1).flatten(dim - 1, dim)[:, None]
 
 
+class ByHead(Slots):
+    """Slots of a pool gathered by head, each tensor when it is first read: few read all of them."""
+
+    @classmethod
+    def of(cls, ragged: Ragged, pooled: Slots) -> ByHead:
+        """What a layer with one head shows, as its heads hold it."""
+        told = {field.name: getattr(pooled, field.name) for field in fields(Slots)}
+        slots = cls.__new__(cls)
+        slots.__dict__.update({name: value for name, value in told.items() if name not in SLOT_DIM or value is None})
+        pos = (ragged.split(pooled.pos, SLOT_DIM["pos"]) // ragged.heads).masked_fill(~ragged.held, -1)
+        slots.__dict__.update(pos=pos, _ragged=ragged, _pooled=pooled)
+        return slots
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in SLOT_DIM and name not in self.__dict__:
+            self.__dict__[name] = self._ragged.split(getattr(self._pooled, name), SLOT_DIM[name])
+        return super().__getattribute__(name)
+
+
 class PooledLayer(EvictingLayer):
     """:class:`EvictingLayer` over one pool of slots; tensors have one head, and ``pos`` the numbers of Ragged."""
 
@@ -107,19 +134,11 @@ class PooledLayer(EvictingLayer):
 
     def positions(self) -> Tensor:
         """``[B, H, S]`` int32 logical positions by head, -1 at the end of heads that hold fewer than most."""
-        return self._by_head(self._ragged(), super().held()).pos
+        return ByHead.of(self._ragged(), super().held()).pos
 
     def held(self) -> Slots:
         """What a policy may read of the slots in use, gathered by head."""
-        return self._by_head(self._ragged(), super().held())
-
-    def _by_head(self, ragged: Ragged, pooled: Slots) -> Slots:
-        found: dict[str, Any] = {}
-        for name, dim in SLOT_DIM.items():
-            tensor = getattr(pooled, name)
-            found[name] = None if tensor is None else ragged.split(tensor, dim)
-        found["pos"] = (found["pos"] // self.lanes).masked_fill(~ragged.held, -1)
-        return replace(pooled, **found)
+        return ByHead.of(self._ragged(), super().held())
 
     def write(self, target: Tensor, call: Call) -> None:
         """Store the call's tokens, one slot for each head, in the order of ``target`` ``[B, 1, C * H]``."""
@@ -190,7 +209,7 @@ class PooledLayer(EvictingLayer):
 
     def _next_victims(self, count: int) -> Tensor:
         ragged = self._ragged()
-        score, protected = self._rated(self._by_head(ragged, super().held()), self.config.budget.block)
+        score, protected = self._rated(ByHead.of(ragged, super().held()), self.config.budget.block)
         return self._chosen(ragged.merge(score, 2), self.pos[..., : self.used], ragged.merge(protected, 2), count)
 
     def _store_observed(self, slots: Slots) -> None:
