@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from kvlearn import attention, policies, tasks
-from kvlearn.allocation import layer_budgets, read_shares
 from kvlearn.blame import parts
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
@@ -20,10 +19,10 @@ from kvlearn.models import fingerprint
 from kvlearn.plan import Cell, Group, Reference, foresight, oracles_of
 from kvlearn.policies.base import Policy
 from kvlearn.policies.oracle import Foresight, FutureRecorder, Oracle
-from kvlearn.policies.pyramidkv import pyramid_budgets
 from kvlearn.rows import Row
 from kvlearn.scoring import scoring_time
 from kvlearn.shapes import Budget, Protection
+from kvlearn.sharing import share_out
 from kvlearn.support import managed_layers
 from kvlearn.tasks.base import Case, Material, Measurement, Run, Task
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 Notify = Callable[[str, int, int], None]
 """Called before each cell with its name, its number from 0, and how many cells there are."""
 
-UNIFORM, POOLED, PYRAMID = "uniform", "pooled", "pyramid"
+UNIFORM, POOLED = "uniform", "pooled"
 
 
 class Rows(Protocol):
@@ -61,8 +60,8 @@ class Settings:
         protect: what no policy may evict.
         allocation: how the slots are shared among layers and heads, the same for every policy: ``uniform``;
             ``pooled``, where the heads of a layer share its slots, as AdaKV has it;
-            ``pyramid`` (:func:`kvlearn.policies.pyramidkv.pyramid_budgets`), or a file or a scorer's folder with one
-            share for each layer (:func:`kvlearn.allocation.read_shares`).
+            ``pyramid``, or a file or a scorer's folder with one share for each layer
+            (:func:`kvlearn.sharing.share_out`).
         blame: which parts of the model each policy is tried in, with the oracle everywhere else
             (:func:`kvlearn.blame.parts`); empty for none.
     """
@@ -87,6 +86,11 @@ class Settings:
                 raise KvlearnError(f"{name} names something twice: {', '.join(map(str, values))}.")
         if self.batch < 1:
             raise KvlearnError(f"batch is {self.batch}; give a number of cases that is 1 or more.")
+        if self.allocation == "scorer":
+            raise KvlearnError(
+                "allocation 'scorer' would give every policy slots of its own; name the scorer's folder instead, and "
+                "all get the same."
+            )
         if self.blame == "heads" and self.allocation == POOLED:
             raise KvlearnError("heads that share a pool are ranked by one policy: blame layers, or allocate otherwise.")
 
@@ -227,25 +231,16 @@ class Comparison:
         if budget is not None and hasattr(policy, "open_cache"):
             opened: Any = policy.open_cache(self.model, Budget.resolve(budget, settings.block, settings.protect))
             return cast(EvictingCache, opened)
-        budgets = None if budget is None else self._shared_out(budget)
-        pooled: Any = {"allocation": POOLED} if budgets is not None and settings.allocation == POOLED else {}
+        shared = {} if budget is None else self._shared_out(budget)
         return EvictingCache(
-            self.model, policy, budgets, protect=settings.protect, block=settings.block, recorder=recorder, **pooled
+            self.model, policy, **shared, protect=settings.protect, block=settings.block, recorder=recorder
         )
 
-    def _shared_out(self, budget: int) -> int | list[int]:
+    def _shared_out(self, budget: int) -> dict[str, Any]:
         """Slots of each layer, as the allocation has it."""
         settings = self.settings
-        least = Budget.resolve(budget, settings.block, settings.protect).least
-        if settings.allocation in (UNIFORM, POOLED):
-            return budget
-        if settings.allocation == PYRAMID:
-            return pyramid_budgets(budget, len(managed_layers(self.model)[1]), least=least)
-        return layer_budgets(self._shares, budget, least=least)
-
-    @functools.cached_property
-    def _shares(self) -> list[float]:
-        return read_shares(self.settings.allocation)
+        Budget.resolve(budget, settings.block, settings.protect)  # what is too small is refused here
+        return share_out(self.model, budget, settings.allocation, block=settings.block, protect=settings.protect)
 
     def _run_of(self, cache: EvictingCache) -> Run:
         return Run(self.model, self.loaded.tokenizer, cache)

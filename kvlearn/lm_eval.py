@@ -28,6 +28,7 @@ from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
 from kvlearn.models import encode, load_model
 from kvlearn.shapes import Protection
+from kvlearn.sharing import share_out
 from kvlearn.tasks.base import Case, Question, Run
 from kvlearn.tasks.questions import ask
 
@@ -48,6 +49,7 @@ class KvlearnLM(TemplateLM):
         block: queries per observed block.
         sinks: first tokens that no policy may evict.
         recent: latest tokens that no policy may evict; one block by default.
+        allocation: how slots are shared among layers and heads (:func:`kvlearn.sharing.share_out`).
         dtype: of the weights.
         device: where the model runs.
         max_length: longest text in tokens, longer contexts lose their beginning; the model's own by default.
@@ -67,6 +69,7 @@ class KvlearnLM(TemplateLM):
         block: int | None = None,
         sinks: int = 4,
         recent: int | None = None,
+        allocation: str = "uniform",
         dtype: Any = "bfloat16",
         device: str | None = None,
         max_length: int | None = None,
@@ -82,12 +85,9 @@ class KvlearnLM(TemplateLM):
         loaded = load_model(str(pretrained), dtype=dtype, device=device)
         self.model = attention.enable(loaded.model)
         self.tokenizer: Any = loaded.tokenizer
-        self.options: dict[str, Any] = {
-            "policy": str(policy),
-            "budget": budget,
-            "block": block,
-            "protect": Protection(sinks=sinks, recent=recent),
-        }
+        how: dict[str, Any] = {"block": block, "protect": Protection(sinks=sinks, recent=recent)}
+        shared = share_out(self.model, budget, str(allocation), **how)
+        self.options: dict[str, Any] = {"policy": str(policy), **shared, **how}
         self.max_length = max_length or loaded.context_length or sys.maxsize
         self.max_gen_toks = max_gen_toks
         self._device = self.model.device

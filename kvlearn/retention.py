@@ -13,6 +13,7 @@ from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
 from kvlearn.models import encode
 from kvlearn.report.inspect import Inspection, Kept
+from kvlearn.sharing import share_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ def inspect_text(
     budget: int | None,
     *,
     chunk: int | None = None,
+    allocation: str = "uniform",
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Inspection:
@@ -38,6 +40,7 @@ def inspect_text(
         policies: names, or folders of scorers.
         budget: the most slots each KV head may hold.
         chunk: tokens per call, 1 being as if the model had written the text; ``None`` feeds it at once, as a prompt.
+        allocation: how slots are shared among layers and heads (:func:`kvlearn.sharing.share_out`).
         progress: called with the policy, how many are done, and how many there are.
         **options: further arguments of :class:`EvictingCache`.
 
@@ -50,7 +53,8 @@ def inspect_text(
     if chunk is not None and chunk < 1:
         raise KvlearnError(f"chunk is {chunk} tokens; give a number that is 1 or more.")
     model: Any = enable(loaded.model)
-    caches = [EvictingCache(model, policy, budget, **options) for policy in policies]  # mistakes show before any work
+    shared = share_out(model, budget, allocation, block=options.get("block"), protect=options.get("protect"))
+    caches = [EvictingCache(model, policy, **shared, **options) for policy in policies]  # mistakes show before any work
     kept, heads, layers = [], 1, []
     for done, cache in enumerate(caches):
         if progress is not None:

@@ -68,6 +68,9 @@ KINDS = ("full", "heuristic", "floor", "learned", "oracle")
 SETTINGS = ("window", "block", "protect", "allocation", "blame")
 KEY_FIELDS = ("model", "task", "policy", "budget", "doc", "domain", "seed", "metric", *SETTINGS)
 
+TIMED = ("tokens_per_s", "scorer_share")
+"""What a clock decides: all that differs between rows of one comparison that is run twice on one machine."""
+
 _NAMES = ("model", "task", "policy", "doc", "domain", "metric", "kind")
 _NUMBERS = ("value", "full_value", "slots", "bytes", "state_bytes", "tokens_per_s", "tokens")
 _OPTIONAL_NUMBERS = ("scorer_share", "full_bytes", "mean_slots", "solved")
@@ -106,6 +109,23 @@ def number(value: Any) -> float:
 def row_key(row: Mapping[str, Any]) -> Key:
     """The identity of a row, from ``KEY_FIELDS``."""
     return field_key(row, KEY_FIELDS)
+
+
+def differences(first: Iterable[Row], second: Iterable[Row]) -> list[str]:
+    """In which rows two comparisons differ, one line each: rows that one lacks, and fields other than :data:`TIMED`."""
+    one, other = ({row_key(row): row for row in rows} for rows in (first, second))
+    found = []
+    for key in [*one, *(key for key in other if key not in one)]:
+        a, b = one.get(key), other.get(key)
+        name = ", ".join(f"{field} {value}" for field, value in zip(KEY_FIELDS, key, strict=True) if value is not None)
+        if a is None or b is None:
+            found.append(f"only in the {'second' if a is None else 'first'}: {name}")
+            continue
+        fields = sorted(field for field in {*a, *b} - set(TIMED) if a.get(field) != b.get(field))
+        if fields:
+            told = (f"{field} {a.get(field)!r:.60} and {b.get(field)!r:.60}" for field in fields)
+            found.append(f"{name}: {'; '.join(told)}")
+    return found
 
 
 def field_key(row: Mapping[str, Any], fields: Iterable[str]) -> Key:

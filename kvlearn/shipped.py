@@ -10,6 +10,14 @@ from kvlearn.errors import KvlearnError
 _PACKAGE = Path(__file__).resolve().parent
 
 
+def shipped_scorers() -> list[str]:
+    """Names of the scorers that come with this installation, as a policy takes them: ``checkpoints/NAME``."""
+    found = {
+        path.parent.name for root in (_PACKAGE, _PACKAGE.parent) for path in root.glob("checkpoints/*/config.json")
+    }
+    return [f"checkpoints/{name}" for name in sorted(found)]
+
+
 def shipped(kind: Literal["checkpoints", "configs"], name: str) -> Path:
     """Path of a file or folder that comes with kvlearn.
 

@@ -20,10 +20,28 @@ from kvlearn.errors import KvlearnError
 from kvlearn.rows import Row, RowStore, row_key
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvlearn.models import LoadedModel
     from kvlearn.tasks.base import Case
 
+OVERHEAD = 1 << 30
+"""Bytes that a process takes beside its model: PyTorch itself, logits, caches."""
+
 Load = Callable[[], "LoadedModel"]
+
+
+def spare_workers(model: PreTrainedModel) -> int:
+    """Processes for a comparison on this machine: one for each core, as long as models and caches fit into memory.
+
+    One where the model is on another device: its copies would take each other's time and memory there.
+    """
+    if model.device.type != "cpu":
+        return 1
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // (3 * weights + OVERHEAD)))
 
 
 def run_in_processes(

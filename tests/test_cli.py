@@ -141,6 +141,12 @@ def test_every_extra_named_in_an_error_exists() -> None:
         assert any(line.startswith(package.replace("_", "-")) for line in wanted), (package, extra)
 
 
+@pytest.mark.parametrize("command", ["demo", "trace", "generate", "compare", "calibrate", "inspect", "report"])
+def test_help_shows_defaults_as_they_are_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert "default: (" not in capsys.readouterr().out
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from kvlearn.cli import main; assert main(['--help']) == 0; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from task_helpers import byte_tokenizer
 
 from kvlearn import cli
-from kvlearn.rows import read_rows, write_rows
+from kvlearn.rows import differences, read_rows, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +54,11 @@ def test_a_policy_that_became_worse_is_an_exit_code(
 
 
 def test_processes_write_the_same_rows(model: str, texts: str, tmp_path: Path) -> None:
-    def rows(folder: Path) -> list[str]:
-        timed = ("tokens_per_s", "scorer_share")
-        found = read_rows(folder / "rows.jsonl")
-        return sorted(json.dumps({k: v for k, v in row.items() if k not in timed}, sort_keys=True) for row in found)
-
     assert run(model, texts, tmp_path / "one") == 0
     assert run(model, texts, tmp_path / "two", "--workers", "2") == 0
-    assert rows(tmp_path / "one") == rows(tmp_path / "two")
+    one, two = (read_rows(tmp_path / name / "rows.jsonl") for name in ("one", "two"))
+    assert one
+    assert differences(one, two) == []
 
 
 @pytest.mark.parametrize(
@@ -86,3 +82,42 @@ def test_mistakes_are_told_before_anything_is_measured(
 def test_policies_or_a_preset_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "smollm2-135m"]) == 2
     assert "--policies ema,snapkv" in capsys.readouterr().err
+
+
+def test_two_comparisons_are_held_beside_each_other(
+    model: str, texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        assert run(model, texts, tmp_path / name) == 0
+    one, two = str(tmp_path / "one"), str(tmp_path / "two" / "rows.jsonl")
+    capsys.readouterr()
+    assert cli.main(["report", one, "--same-as", two]) == 0
+    assert "rows, but for what a clock decides" in capsys.readouterr().out
+    rows = read_rows(two)
+    write_rows(two, [rows[0] | {"value": 0.5}, *rows[2:]])
+    assert cli.main(["report", one, "--same-as", two]) == 1
+    told = capsys.readouterr().out
+    assert told.count("\n") == 2
+    assert "and 0.5" in told
+    assert "only in the first: " in told
+    assert cli.main(["report", one, "--same-as", texts]) == 2
+    assert "nor the rows of a comparison (rows.jsonl)" in capsys.readouterr().err
+
+
+def test_a_preset_takes_every_core_unless_it_is_told(
+    model: str, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvlearn import workers
+
+    taken: list[int] = []
+    monkeypatch.setattr(workers, "spare_workers", lambda model: 3)
+    monkeypatch.setattr(workers, "run_in_processes", lambda *_, workers, **__: taken.append(workers))
+    monkeypatch.setattr("kvlearn.commands.compare.show", lambda *_: None)
+    small = ["compare", model, "--preset", "small", "--policies", "ema", "--task", "lm", "--data", texts]
+    small += ["--split", "all", "--window", "200", "--docs", "1", "--out"]
+    assert cli.main([*small, str(tmp_path / "a")]) == 0
+    assert cli.main([*small, str(tmp_path / "b"), "--workers", "2"]) == 0
+    assert taken == [3, 2]
+    assert cli.main([*small, str(tmp_path / "c"), "--threads", "1"]) == 0, "in this process"
+    assert taken == [3, 2]
+    assert read_rows(tmp_path / "c" / "rows.jsonl")

@@ -100,6 +100,27 @@ def test_the_page_holds_everything_it_shows(tmp_path: Path) -> None:
     assert set(SHADES) <= set(re.findall(r"--(\w+): #", text))
 
 
+def test_slots_are_shared_as_told(loaded: Any) -> None:
+    (pooled,) = inspect_text(loaded, TEXT, ["snapkv"], 24, allocation="pooled").kept
+    assert pooled.stats["slots"] > 24, "some head holds more"
+    (pyramid,) = inspect_text(loaded, TEXT, ["streaming"], 24, allocation="pyramid").kept
+    first, last = (sum(layer) for layer in pyramid.counts)
+    assert first > last
+    assert first + last == 4 * 24
+
+
+def test_a_scorer_is_called_by_its_folder_and_its_path_is_told_once(tmp_path: Path) -> None:
+    path = "/a/long/way/to/scorer"
+    inspection = Inspection(
+        "tiny", ["x"], [0], 1, 8, "fed at once", [Kept(path, [[1]], STATS), Kept("ema", [[1]], STATS)]
+    )
+    text = write_inspection(inspection, tmp_path / "page.html").read_text()
+    shown = re.sub(r"<wbr>", "", re.sub(r'title="[^"]*"', "", text))
+    assert shown.count(path) == 1, "among the words"
+    assert shown.count("scorer") > 3
+    assert f'title="{path}"' in text
+
+
 def test_the_command_writes_the_page(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ FLOORS = (
         "retention",
         "rows",
         "scoring",
+        "sharing",
         "shortcut",
         "stats",
         "study",

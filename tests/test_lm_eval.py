@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -124,3 +125,21 @@ def test_the_command_runs_a_task_of_the_harness(
     table = capsys.readouterr().out
     assert "|doors|" in table.replace(" ", "")
     assert "policy=ema" in table.replace("'", "").replace(": ", "=") or "ema" in table
+
+
+def test_help_says_what_kvlearn_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvlearn.lm_eval import KvlearnLM
+
+    with pytest.raises(SystemExit):
+        cli.main(["lm-eval", "--help"])
+    told = capsys.readouterr().out
+    named = set(inspect.signature(KvlearnLM).parameters) - {"batch_size", "max_batch_size"}
+    assert {line.split()[0] for line in told.splitlines() if line.startswith("  ")} >= named
+    assert "usage: lm-eval" in told, "the harness's own help follows"
+
+
+def test_slots_are_shared_as_told(make: Callable[..., Any]) -> None:
+    lm = make(policy="ema", budget=48, block=8, allocation="pyramid")
+    first, last = (budget.slots for budget in lm._run().cache.budgets)
+    assert first > 48 > last
+    assert make(policy="ema", budget=48, block=8, allocation="pooled")._run().cache.allocation == "pooled"

@@ -21,6 +21,7 @@ from kvlearn.report import Section, markdown_table, plot_png, render_table, writ
 from kvlearn.report.html import HERE
 from kvlearn.report.kept import pictures
 from kvlearn.report.plots import outliers, policy_styles
+from kvlearn.report.solved import render_solved, solved_markdown, solved_sections
 from kvlearn.report.tables import decimal, memory, p_value, panels, percent, short_names, speed, times, with_interval
 from kvlearn.rows import Row
 from kvlearn.stats import summary
@@ -116,7 +117,8 @@ def test_the_markdown_table_holds_every_policy_and_what_the_columns_mean() -> No
         lines = table.splitlines()
         assert len(lines) == 2 + 3 * len(POLICIES)
         assert {line.count("|") for line in lines} == {13}
-    assert "**checkpoints/smollm2-135m**" in text
+    assert "**smollm2-135m**" in text
+    assert text.endswith("\nsmollm2-135m: checkpoints/smollm2-135m\n"), "the folder is told once"
     assert "Full / memory: bytes of the full cache on the same documents" in text
 
 
@@ -391,8 +393,14 @@ def test_a_verdict_needs_an_interval_on_one_side_of_nothing(tmp_path: Path) -> N
     worse = {"h2o": ("heuristic", 0.2), "mine": ("learned", 0.4), "full": ("full", 0.0)}
     _, page = read_page(write_report(fake_rows(policies=worse, tasks=(("lm", "nll"),), budgets=(256,)), tmp_path))
     assert any(re.fullmatch(r"\d+% more loss", text) for text in page.texts["p"])
-    _, page = read_page(write_report(fake_rows(docs=1, budgets=(256,)), tmp_path))
+    equal = worse | {"mine": ("learned", 0.215)}
+    _, page = read_page(write_report(fake_rows(policies=equal, tasks=(("lm", "nll"),), budgets=(256,)), tmp_path))
     assert "No clear difference" in page.texts["p"]
+    for docs in (1, 5):
+        _, page = read_page(write_report(fake_rows(docs=docs, budgets=(256,)), tmp_path))
+        assert "Too few documents to say" in page.texts["p"]
+        assert not any(re.fullmatch(r"\d+% (less|more) loss", text) for text in page.texts["p"])
+        assert any("fewer than 6 documents an interval is rough" in text for text in page.texts["p"])
     assert not any("less loss" in text for text in page.texts["p"])
 
 
@@ -439,3 +447,28 @@ def test_reports_need_no_model_code_and_draw_only_when_asked() -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=root)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_the_full_cache_solves_is_told_by_variant(tmp_path: Path) -> None:
+    right = {"easy": [1.0, 1.0], "half": [1.0, 0.5], "hard": [0.0, 0.25]}
+    rows = [
+        fake_row(task="passkey", metric=metric, policy=policy, domain=variant, doc=str(number), solved=share)
+        for variant, shares in right.items()
+        for number, share in enumerate(shares)
+        for metric in ("exact_match", "answer_nll")
+        for policy in ("full", "ema")
+    ]
+    lines = [line.split(" | ") for line in solved_markdown([fake_row(), *rows]).splitlines() if "| passkey" in line]
+    assert [(line[1], line[3], line[4]) for line in lines] == [
+        ("easy", "2", "100% |"),
+        ("half", "2", "75% (partly) |"),
+        ("hard", "2", "12% (not solved) |"),
+    ]
+    assert solved_markdown([fake_row()]) == ""
+    assert solved_sections([fake_row()]) == []
+    (section,) = solved_sections(rows)
+    write_report(rows, tmp_path, extra_sections=[section])
+    assert "What the full cache solves" in (tmp_path / "report.html").read_text()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_solved(rows))
+    assert "75% (partly)" in console.export_text()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlearn.errors import KvlearnError
-from kvlearn.rows import METRICS, RowStore, check_row, loss, metric_info, read_rows, row_key, write_rows
+from kvlearn.rows import METRICS, RowStore, check_row, differences, loss, metric_info, read_rows, row_key, write_rows
 
 
 @pytest.fixture
@@ -253,3 +253,17 @@ def test_settings_in_any_order_are_one_identity() -> None:
     first = row_key(fake_row(protect={"sink": 4, "recent": 64}))
     assert first == row_key(fake_row(protect={"recent": 64, "sink": 4}))
     assert first != row_key(fake_row(protect={"recent": 32, "sink": 4}))
+
+
+def test_rows_differ_in_anything_but_time() -> None:
+    rows = fake_rows(docs=2)
+    slower = [row | {"tokens_per_s": 1.0, "scorer_share": 0.9} for row in reversed(rows)]
+    assert differences(rows, slower) == []
+    other = [*slower[1:-1], slower[-1] | {"value": 9.0}]
+    found = differences(rows, other)
+    assert len(found) == 2
+    assert "; " not in found[0]
+    assert "value" in found[0]
+    assert "and 9.0" in found[0]
+    assert found[1].startswith(f"only in the first: model {rows[-1]['model']}, task {rows[-1]['task']}")
+    assert differences(other, rows)[-1].startswith("only in the second: ")

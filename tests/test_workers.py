@@ -18,7 +18,7 @@ import pytest
 from tiny import tiny_llama
 
 from kvlearn.errors import KvlearnError
-from kvlearn.rows import RowStore, read_rows
+from kvlearn.rows import TIMED, RowStore, read_rows
 
 TESTS = Path(__file__).parent
 
@@ -74,8 +74,7 @@ def compare(path: Path, workers: int, loading: Callable[[], Any] = load) -> list
 
 def comparable(rows: list[dict[str, Any]]) -> list[str]:
     """Everything of rows that does not depend on the clock."""
-    timed = ("tokens_per_s", "scorer_share")
-    return sorted(json.dumps({k: v for k, v in row.items() if k not in timed}, sort_keys=True) for row in rows)
+    return sorted(json.dumps({k: v for k, v in row.items() if k not in TIMED}, sort_keys=True) for row in rows)
 
 
 def test_processes_give_the_rows_of_one(tmp_path: Path) -> None:
@@ -89,6 +88,22 @@ def test_what_a_process_meets_is_told(tmp_path: Path) -> None:
         compare(tmp_path / "a.jsonl", 2, load_nothing)
     with pytest.raises(KvlearnError, match=r"a worker process stopped \(exit code 3\)"):
         compare(tmp_path / "b.jsonl", 2, load_badly)
+
+
+def test_as_many_processes_as_cores_and_memory_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvlearn.workers import OVERHEAD, spare_workers
+
+    def model(gigabytes: int, device: str = "cpu") -> Any:
+        weights = [SimpleNamespace(nbytes=1 << 30)] * gigabytes
+        return SimpleNamespace(device=SimpleNamespace(type=device), parameters=lambda: weights)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 16 * OVERHEAD}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert spare_workers(model(0)) == 8
+    assert spare_workers(model(1)) == 4
+    assert spare_workers(model(30)) == 1
+    assert spare_workers(model(0, "cuda")) == 1
 
 
 @pytest.mark.slow

@@ -22,14 +22,15 @@ def compare(
         str | None, typer.Option(help="Names (see `kvlearn policies`) or folders of scorers, with commas.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="small: every policy and task, in minutes; other options change it.")
+        str | None,
+        typer.Option(
+            help="small: every policy and every task of kvlearn's own, at two budgets; other options change it."
+        ),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(help="Slots per KV head and layer, with commas.", show_default="256,512")
+        str | None, typer.Option(help="Slots per KV head and layer, with commas; by default 256,512.")
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Tasks (see `kvlearn tasks`), with commas.", show_default="lm")
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="Tasks (see `kvlearn tasks`), with commas; by default lm.")] = None,
     data: Annotated[
         str, typer.Option(help="Texts for lm: see `kvlearn corpora`; with commas.")
     ] = "transformers-code,chitchat",
@@ -37,7 +38,7 @@ def compare(
     split: Annotated[str, typer.Option(help="Documents of train, validation, test or all.")] = "test",
     docs: Annotated[
         int | None,
-        typer.Option(help="Documents per task, shared evenly among its texts or variants.", show_default="12"),
+        typer.Option(help="Documents per task, shared evenly among its texts or variants; by default 12."),
     ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens per document; 2048 unless a task says otherwise.")] = None,
     seed: Annotated[
@@ -50,7 +51,8 @@ def compare(
     allocation: Annotated[
         str,
         typer.Option(
-            help="uniform, pooled, pyramid, a JSON file of shares per layer, or a scorer's folder that has one."
+            help="How slots are shared, the same for every policy: uniform; pooled, among the heads of a layer; "
+            "pyramid; or a JSON file of shares per layer, or the folder of a scorer that has them."
         ),
     ] = "uniform",
     blame: Annotated[
@@ -60,8 +62,14 @@ def compare(
             "oracle everywhere else."
         ),
     ] = "",
-    batch: Annotated[int | None, typer.Option(help="Documents measured together.", show_default="4")] = None,
-    workers: Annotated[int, typer.Option(help="Processes, each with one thread and a model of its own.")] = 1,
+    batch: Annotated[int | None, typer.Option(help="Documents measured together; by default 4.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes, each with one thread and a model of its own; by default 1, with a preset one per core, as "
+            "far as memory goes."
+        ),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(help="Rows of an earlier run: exit with 1 if a policy has become worse than there."),
@@ -76,13 +84,13 @@ def compare(
     from kvlearn.presets import preset as preset_of
     from kvlearn.progress import bar
     from kvlearn.rows import RowStore, read_rows
-    from kvlearn.workers import run_in_processes
+    from kvlearn.workers import run_in_processes, spare_workers
 
     chosen = preset_of(preset, model)
     named = chosen.policies if policies is None else options.names(policies)
     if named is None:
         raise KvlearnError("name what to compare: --policies ema,snapkv (`kvlearn policies` lists them), or --preset.")
-    if workers < 1:
+    if workers is not None and workers < 1:
         raise KvlearnError(f"--workers is {workers}; give a number of processes that is 1 or more.")
     before = None if check is None else read_rows(check)  # a missing file is found now, not when all is measured
     seeds = options.numbers(seed, "--seed")
@@ -99,6 +107,8 @@ def compare(
         blame=blame,
     )
     loaded = options.load(model, dtype, device, threads)
+    if workers is None:
+        workers = spare_workers(loaded.model) if preset is not None and threads is None else 1
     docs = chosen.docs if docs is None else docs
     cases = make_cases(loaded, settings, docs=docs, split=split, data=data, filler=filler)
     with RowStore(out / "rows.jsonl") as store:
@@ -141,14 +151,17 @@ def show(rows: list[Row], out: Path, commands: list[str]) -> None:
 
     from kvlearn.report import markdown_table, plot_png, render_table, write_report, write_results
     from kvlearn.report.blame import blame_markdown, blame_sections, render_blame, write_blame
+    from kvlearn.report.solved import render_solved, solved_markdown, solved_sections
     from kvlearn.report.speed_views import speed_sections
     from kvlearn.rows import write_atomically
 
     console = Console()
     console.print(render_table(rows))
     console.print(render_blame(rows))
-    page = write_report(rows, out, commands=commands, extra_sections=[*blame_sections(rows), *speed_sections(out)])
+    console.print(render_solved(rows))
+    sections = [*solved_sections(rows), *blame_sections(rows), *speed_sections(out)]
+    page = write_report(rows, out, commands=commands, extra_sections=sections)
     plots = [*plot_png(rows, out), *write_blame(rows, out)]
-    write_atomically(out / "table.md", (markdown_table(rows) + blame_markdown(rows)).encode())
+    write_atomically(out / "table.md", (markdown_table(rows) + solved_markdown(rows) + blame_markdown(rows)).encode())
     write_results(rows, out / "results.json", "; ".join(commands))
     console.print(f"page {page}, plots {', '.join(plot.name for plot in plots)}, rows.jsonl, table.md, results.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,20 +19,25 @@ if TYPE_CHECKING:
 
 def generate(
     model: options.Model,
-    scorer: Annotated[str | None, typer.Option(help="A scorer's folder or Hub id.")] = None,
+    scorer: Annotated[
+        str | None, typer.Option(help="A scorer's folder or Hub id, such as checkpoints/smollm2-135m.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A policy's name (see `kvlearn policies`); else full.")] = None,
     budget: Annotated[int | None, typer.Option(help="The most slots each KV head of a layer may hold.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt; without it and --prompt-file, stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 text file with the prompt.")] = None,
-    chat: Annotated[bool, typer.Option(help="Use the chat template; on a terminal, go on turn by turn.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Use the chat template, as instruction-tuned models expect; on a terminal, go on turn by turn.",
+        ),
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="With a temperature, nucleus of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
-    allocation: Annotated[
-        Literal["uniform", "pooled", "scorer"],
-        typer.Option(help="How slots are shared: equally, by the heads of a layer, or as the scorer recommends."),
-    ] = "uniform",
+    allocation: options.SharedOut = "uniform",
     block: Annotated[int | None, typer.Option(help="Queries per observed block; 32, less for small budgets.")] = None,
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
@@ -45,18 +50,22 @@ def generate(
         raise KvlearnError("give --scorer or --policy, not both.")
     if budget is not None and scorer is None and policy is None:
         raise KvlearnError("--budget says how much is held, but not by which choice; give --scorer or --policy too.")
+    if scorer is not None:
+        options.check_scorer(scorer)
     chosen = scorer or policy or "full"
     text = _first_prompt(prompt, prompt_file, chat)
 
     import torch
 
     from kvlearn import EvictingCache, attention
+    from kvlearn.sharing import share_out
 
     loaded = options.load(model, dtype, device, threads)
     attention.enable(loaded.model)
     torch.manual_seed(seed)
     protect = options.protection(sinks, recent)
-    cache = EvictingCache(loaded.model, chosen, budget, block=block, protect=protect, allocation=allocation)
+    shared = share_out(loaded.model, budget, allocation, block=block, protect=protect)
+    cache = EvictingCache(loaded.model, chosen, **shared, block=block, protect=protect)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         settings |= {"temperature": temperature, "top_p": top_p}
@@ -65,6 +74,8 @@ def generate(
     while chat and sys.stdin.isatty() and (text := _ask()):
         conversation.answer(text)
     print(conversation.summary(), file=sys.stderr)
+    if not chat and getattr(loaded.tokenizer, "chat_template", None):
+        print(f"{loaded.name} has a chat template: with --chat it answers instead of continuing.", file=sys.stderr)
 
 
 def _first_prompt(prompt: str | None, file: Path | None, chat: bool) -> str:
@@ -132,14 +143,19 @@ class _Conversation:
         ids = torch.tensor([self.ids], device=model.device)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         started = time.perf_counter()
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            streamer=streamer,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            **{cache_argument(model): self.cache},
-            **self.settings,
-        )
+        try:
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=streamer,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+                **{cache_argument(model): self.cache},
+                **self.settings,
+            )
+        except BaseException:  # Ctrl-C among them
+            if streamer.token_cache:  # something was written: what is said next begins a line of its own
+                streamer.end()
+            raise
         self.seconds += time.perf_counter() - started
         new = output[0, len(self.ids) :].tolist()
         self.new_tokens += len(new)

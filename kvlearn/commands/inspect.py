@@ -23,6 +23,7 @@ def inspect(
     chunk: Annotated[
         int | None, typer.Option(help="Tokens per call; by default the whole text at once, as a prompt.")
     ] = None,
+    allocation: options.SharedOut = "uniform",
     block: Annotated[int | None, typer.Option(help="Queries per observed block; 32, less for small budgets.")] = None,
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
@@ -40,6 +41,7 @@ def inspect(
 
     from kvlearn.progress import bar
     from kvlearn.report.inspect import lines, write_inspection
+    from kvlearn.report.tables import short_names
     from kvlearn.retention import inspect_text
 
     with bar("inspecting") as progress:
@@ -49,13 +51,15 @@ def inspect(
             policy,
             budget,
             chunk=chunk,
+            allocation=allocation,
             progress=progress,
             block=block,
             protect=options.protection(sinks, recent),
         )
     path = write_inspection(found, out, commands=[" ".join(["kvlearn", *sys.argv[1:]])])
-    for line in lines(found):
-        print(
-            f"{line.policy}: {line.somewhere} of {len(found.pieces)} tokens held somewhere, {line.forgotten} forgotten"
-        )
+    shown = lines(found)
+    names = short_names(line.policy for line in shown)
+    for line in shown:
+        held = f"{line.somewhere} of {len(found.pieces)} tokens held somewhere, {line.forgotten} forgotten"
+        print(f"{names[line.policy]}: {held}")
     print(f"page {path}")

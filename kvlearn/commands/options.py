@@ -20,6 +20,13 @@ Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or 
 Threads = Annotated[int | None, typer.Option(help="CPU threads of PyTorch; all cores by default.")]
 Block = Annotated[int, typer.Option(help="Queries per observed block; victims are chosen once per block.")]
 Sinks = Annotated[int, typer.Option(help="First tokens of each row that no policy may evict.")]
+SharedOut = Annotated[
+    str,
+    typer.Option(
+        help="How slots are shared: uniform; pooled, among the heads of a layer; pyramid; scorer, as it recommends; or "
+        "a JSON file of shares per layer, or the folder of a scorer that has them."
+    ),
+]
 Recent = Annotated[int | None, typer.Option(help="Latest tokens that no policy may evict; one block by default.")]
 
 
@@ -33,12 +40,23 @@ def load(model: str, dtype: str, device: str, threads: int | None) -> LoadedMode
     from kvlearn.models import load_model
 
     logging.disable_progress_bar()
-
     if threads is not None:
         if threads < 1:
             raise KvlearnError(f"--threads is {threads}; give a number that is 1 or more.")
         torch.set_num_threads(threads)
     return load_model(model, dtype=dtype, device=device)  # type: ignore[arg-type]  # load_model names the dtypes
+
+
+def check_scorer(scorer: str) -> None:
+    """Refuse what cannot be a scorer's folder or Hub id, before anything is loaded."""
+    name = scorer if Path(scorer).is_dir() else scorer.partition(":")[0]
+    if "/" in name or Path(name).is_dir():
+        return
+    from kvlearn.policies import POLICIES, scorers_there_are
+
+    if name in POLICIES:
+        raise KvlearnError(f"--scorer is {scorer!r}, which names a policy; give --policy {scorer}.")
+    raise KvlearnError(f"there is no scorer folder {name!r}; {scorers_there_are()}.")
 
 
 def text_of(file: Path) -> str:

@@ -36,7 +36,7 @@ from kvlearn.policies.scissorhands import Scissorhands
 from kvlearn.policies.snapkv import SnapKV
 from kvlearn.policies.streaming import Streaming
 from kvlearn.policies.tova import Tova
-from kvlearn.shipped import shipped
+from kvlearn.shipped import shipped, shipped_scorers
 
 if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
@@ -120,22 +120,39 @@ def resolve(policy: str | Policy | Scorer, **options: Any) -> Policy:
             return POLICIES[parsed[0]](**{**parsed[1], **options})
         folder, _, text = (policy, "", "") if Path(policy).is_dir() else policy.partition(":")
         if "/" in folder or Path(folder).is_dir():
-            from kvlearn.scorers import Scorer
-
             check_options(Learned, options)
             options = {**(parse_options(Learned, text) if text else {}), **options}
-            return Learned(Scorer.from_pretrained(_found(folder)), policy, **options)
+            return Learned(_scorer(folder), policy, **options)
         name = policy.partition(":")[0]
-        near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, [*POLICIES, *shipped_scorers()], n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise KvlearnError(
-            f"unknown policy {name!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder."
+            f"unknown policy {name!r}; {hint}known are {', '.join(sorted(POLICIES))}, or a scorer's folder "
+            f"({scorers_there_are()})."
         )
     from kvlearn.scorers import Scorer
 
     if not isinstance(policy, Scorer):
         raise KvlearnError(f"policy is {policy!r}; give a name, a scorer's folder, a Scorer or a Policy.")
     return Learned(policy)
+
+
+def scorers_there_are() -> str:
+    """Which scorers a user may name, and how to make one, in words."""
+    known = shipped_scorers()
+    come = f"{', '.join(known)} {'comes' if len(known) == 1 else 'come'} with kvlearn; " if known else ""
+    return f"{come}`kvlearn trace` and `python -m train` make others"
+
+
+def _scorer(folder: str) -> Scorer:
+    from kvlearn.scorers import Scorer
+
+    try:
+        return Scorer.from_pretrained(_found(folder))
+    except KvlearnError as error:
+        if Path(folder).exists():
+            raise
+        raise KvlearnError(f"{str(error).rstrip('.')}; {scorers_there_are()}.") from error
 
 
 def _found(folder: str) -> str:

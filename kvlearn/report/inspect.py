@@ -105,6 +105,7 @@ def write_inspection(inspection: Inspection, path: str | Path, *, commands: Sequ
         KvlearnError: the file cannot be written.
     """
     path = Path(path)
+    names = tables.short_names(kept.policy for kept in inspection.kept)
     write_page(
         path,
         "inspect.html.j2",
@@ -114,6 +115,7 @@ def write_inspection(inspection: Inspection, path: str | Path, *, commands: Sequ
         title="What is still held",
         inspection=inspection,
         lines=lines(inspection),
+        names=names,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         commands=commands,
         words=tables,
@@ -122,7 +124,7 @@ def write_inspection(inspection: Inspection, path: str | Path, *, commands: Sequ
             "heads": inspection.heads,
             "policies": [
                 {
-                    "name": kept.policy,
+                    "name": names[kept.policy],
                     "counts": ["".join(chr(ord(_FIRST) + n) for n in layer) for layer in kept.counts],
                 }
                 for kept in inspection.kept

@@ -1,6 +1,9 @@
 "use strict";
 (() => {
   const byId = (id) => document.getElementById(id);
+  const probes = document.body.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "svg")); // measures texts
+  probes.setAttribute("class", "hidden");
+  probes.setAttribute("aria-hidden", "true");
   const data = JSON.parse(byId("data").textContent);
   const hidden = new Set(); // numbers of the policies that are switched off
   const charts = []; // redraws, one for each chart
@@ -119,6 +122,18 @@
     element("text", { x: width / 2, y: 50, "text-anchor": "middle" }, picture, "Nothing to draw.");
     return { points: [], height: 90 };
   };
+  const wide = (words) => { // pixels that the widest of some labels takes
+    const probe = element("text", { class: "name" }, probes);
+    const widths = words.map((text) => ((probe.textContent = text), probe.getComputedTextLength()));
+    probe.remove();
+    return Math.max(0, ...widths);
+  };
+  const fitted = (name, room) => { // both ends of a name say what it is; its middle may go
+    let short = name;
+    for (let kept = name.length - 1; kept > 4 && wide([short]) > room; kept--)
+      short = `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(name.length - Math.floor(kept / 2))}`;
+    return short;
+  };
   const frame = (picture, area, yTicks, yAt) => {
     for (const value of yTicks) {
       const y = yAt(value);
@@ -152,6 +167,7 @@
     const usual = shown.filter((point) => !panel.outliers.includes(point.policy));
     const scaled = logarithmic || !usual.length ? shown : usual; // outliers may leave the picture, but not a logarithmic one
     const y = scale(scaled.flatMap((point) => [point.loss, point.lo, point.hi]), area.bottom, area.top, 7);
+    area.left = Math.max(area.left, wide(y.ticks.map(String)) + 8);
     const logs = panel.budgets.map((budget) => Math.log2(Math.max(budget, 1)));
     const [first, last] = [logs[0], logs[logs.length - 1]];
     const x = (budget) => area.left + 18 + ((Math.log2(Math.max(budget, 1)) - first) / (last - first)) * (area.right - area.left - 36);
@@ -188,7 +204,8 @@
   const sideBySide = (picture, width, panel, shown) => {
     const line = 26;
     const height = 30 + line * shown.length + 40;
-    const area = { left: Math.min(170, width * 0.4), right: width - 16, top: 14, bottom: height - 44 };
+    const names = shown.map((point) => data.policies[point.policy].short);
+    const area = { left: Math.min(wide(names) + 10, width * 0.45), right: width - 16, top: 14, bottom: height - 44 };
     const x = scale(shown.flatMap((point) => [point.loss, point.lo, point.hi]), area.left + 8, area.right, width < 420 ? 4 : 7);
     for (const value of x.ticks) {
       element("line", { class: value === 0 ? "zero" : "grid", x1: x.place(value), x2: x.place(value), y1: area.top, y2: area.bottom }, picture);
@@ -196,12 +213,10 @@
     }
     const budget = panel.budgets[0] ? `, at ${panel.budgets[0]} slots` : "";
     element("text", { x: area.right, y: height - 6, "text-anchor": "end" }, picture, `loss, ${panel.unit}${budget}`);
-    const room = Math.floor((area.left - 6) / 7);
     const points = shown.map((point, index) => {
       const y = area.top + line * (index + 0.5);
       const layer = group(picture, point.policy);
-      const name = data.policies[point.policy].short;
-      element("text", { class: "name", x: area.left - 6, y: y + 4, "text-anchor": "end" }, layer, name.length > room ? `…${name.slice(1 - room)}` : name);
+      element("text", { class: "name", x: area.left - 6, y: y + 4, "text-anchor": "end" }, layer, fitted(names[index], area.left - 8));
       if (point.lo !== null) element("line", { class: "whisker", x1: x.place(point.lo), x2: x.place(point.hi), y1: y, y2: y }, layer);
       mark(layer, point.policy, x.place(point.loss), y, 5.5);
       return { x: x.place(point.loss), y, policy: point.policy, words: point.words };
@@ -233,6 +248,7 @@
     };
     const across = range(series.flatMap((each) => each.full));
     const upward = range(series.flatMap((each) => [...each.own, ...each.full]));
+    area.left = Math.max(area.left, wide(ticks(...upward).map(String)) + 8);
     const x = (value) => area.left + ((value - across[0]) / (across[1] - across[0])) * (area.right - area.left);
     const y = (value) => area.bottom - ((value - upward[0]) / (upward[1] - upward[0])) * (area.bottom - area.top);
     frame(picture, area, ticks(...upward), y);

@@ -19,7 +19,7 @@ from kvlearn.report.kept import pictures
 from kvlearn.report.plots import Style, outliers, policy_styles
 from kvlearn.report.tables import Panel, panels, short_names
 from kvlearn.rows import Row, dump_rows, metric_info
-from kvlearn.stats import SummaryRow, summary
+from kvlearn.stats import FEW_DOCUMENTS, SummaryRow, summary
 
 MOST_FAILURES = 200  # more are counted, not listed
 
@@ -99,6 +99,9 @@ def write_report(
         documents=len({(row["domain"], row["doc"]) for row in rows}),
         row_count=len(rows),
         verdicts=_verdicts(shown),
+        few_documents=FEW_DOCUMENTS,
+        names=names,
+        paths={short: name for name, short in names.items() if short != name},
         panels=shown,
         tasks=_by_task(shown),
         kept=pictures(rows),
@@ -139,8 +142,10 @@ def _verdicts(shown: Sequence[Panel]) -> list[dict[str, Any]]:
 
 
 def _verdict(line: SummaryRow) -> str:
-    """What may be said aloud: a share only where its whole interval is on one side of 0."""
+    """What may be said aloud: a share only where its whole interval is on one side of 0, of enough documents."""
     share, lo, hi = line.less_loss, line.less_lo, line.less_hi
+    if line.n < FEW_DOCUMENTS:
+        return "Too few documents to say"
     if share is None or lo is None or hi is None or lo <= 0 <= hi:
         return "No clear difference"
     return f"{tables.percent(abs(share))} {'less' if share > 0 else 'more'} loss"

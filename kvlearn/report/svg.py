@@ -54,18 +54,20 @@ def line_svg(chart: Chart) -> str:
     low, high, step = _scale(min([0.0, *known]), max([1e-9, *known]))
     span = (places[-1] - places[0]) or 1.0
 
+    ticks = [f"{low + number * step + 0.0:g}" for number in range(round((high - low) / step) + 1)]
+    left = max(_LEFT, 7.5 * max(map(len, ticks)) + 8)  # wide enough for the longest number
+
     def across(place: float) -> float:
-        return _LEFT + (place - places[0]) / span * (_WIDTH - _LEFT - _RIGHT)
+        return left + (place - places[0]) / span * (_WIDTH - left - _RIGHT)
 
     def down(value: float) -> float:
         return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     out = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(_aloud(chart))}">']
-    for number in range(round((high - low) / step) + 1):
-        value = low + number * step
-        y = down(value)
-        out.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value + 0.0:g}</text>')
+    for number, tick in enumerate(ticks):
+        y = down(low + number * step)
+        out.append(f'<line class="grid" x1="{left}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
     every = -(-len(places) // 12)
     for i in range(0, len(places), every):
         label = chart.labels[i] if chart.labels else str(chart.x[i])

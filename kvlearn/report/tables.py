@@ -97,6 +97,13 @@ def short_names(policies: Iterable[str]) -> dict[str, str]:
     return {name: last[name] if taken.count(last[name]) == 1 else name for name in names}
 
 
+def shortened(text: str, names: Mapping[str, str]) -> str:
+    """A text with the short names of policies in the place of their paths."""
+    for name, short in names.items():
+        text = text.replace(name, short) if name != short else text
+    return text
+
+
 def render_table(rows: Iterable[Row]) -> Group:
     """The comparison for a terminal of 80 columns or more: one table per task and metric, budgets as sections.
 
@@ -111,8 +118,8 @@ def render_table(rows: Iterable[Row]) -> Group:
     parts: list[Table | Text] = []
     told: set[str] = set()  # what has been said of one table need not be said of the next
     for panel in shown:
-        news = [note for note in panel.notes if note not in told]
-        told.update(news)
+        news = [shortened(note, names) for note in panel.notes if note not in told]
+        told.update(panel.notes)
         parts += [_terminal_table(panel, names), Text("\n".join([*news, ""]), style="dim")]
     if shown:
         parts.append(Text(_caption({panel.metric.unit for panel in shown}), style="dim"))
@@ -186,14 +193,17 @@ MARKDOWN_COLUMNS = (
 
 def markdown_table(rows: Iterable[Row]) -> str:
     """The comparison as Markdown: a heading, a table, what the columns mean and the notes for every task and metric."""
-    return "\n".join(_markdown_panel(panel) for panel in panels(summary(rows)))
+    lines = summary(rows)
+    names = short_names(line.policy for line in lines)
+    paths = [f"{_markdown(short)}: {_markdown(name)}\n" for name, short in names.items() if name != short]
+    return "\n".join([*(_markdown_panel(panel, names) for panel in panels(lines)), *paths])
 
 
-def _markdown_panel(panel: Panel) -> str:
+def _markdown_panel(panel: Panel, names: Mapping[str, str]) -> str:
     text = [f"### {_markdown(panel.title)}{UNSOLVED if panel.unsolved else ''}", "", _markdown_row(MARKDOWN_COLUMNS)]
     text.append(_markdown_row(["---:", ":---", *["---:"] * (len(MARKDOWN_COLUMNS) - 2)]))
     for line in panel.lines:
-        name = _markdown(line.policy)
+        name = _markdown(names[line.policy])
         cells = [
             whole(line.cell.budget or None),
             f"**{name}**" if line.kind == "learned" else name,
@@ -216,7 +226,7 @@ def _markdown_panel(panel: Panel) -> str:
         "p: against the best heuristic. Slots: per KV head, mean over layers. "
         "Memory: bytes the cache allocated, scorer state included. "
         "Full / memory: bytes of the full cache on the same documents, divided by that.",
-        *(f"\n{_markdown(note)}" for note in panel.notes),
+        *(f"\n{_markdown(shortened(note, names))}" for note in panel.notes),
         "",
     ]
     return "\n".join(text)
