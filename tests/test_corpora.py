@@ -333,6 +333,7 @@ def test_every_builtin_corpus_says_how_to_get_it(packages: Path) -> None:
     listed = {corpus.name: corpus for corpus in list_corpora()}
     assert {"stdlib", "sympy-docs", "transformers-code", "chitchat", "python-docs", "anarchism"} <= listed.keys()
     assert listed.pop("stdlib").available
+    assert not listed.pop("retrieval").available, "it is made of the text of others"
     for name, corpus in listed.items():
         assert not corpus.available
         assert corpus.summary
@@ -392,7 +393,7 @@ def test_dataset_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
         ("./nowhere", "no such file or folder"),
         ("stdlib*0", "weight '0' is not a whole number"),
         ("stdlib*x", "weight 'x' is not a whole number"),
-        ("stdlib?colum=x", "'colum=x' is not KEY=VALUE with a key out of column, domain, split"),
+        ("stdlib?colum=x", "'colum=x' is not KEY=VALUE with a key out of column, domain, split, filler"),
         ("stdlib?column=x", "a built-in corpus has no columns"),
         ("stdlib?split=test", "names the split of a Hugging Face data set"),
     ],

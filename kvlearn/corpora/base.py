@@ -36,6 +36,13 @@ class Row(NamedTuple):
     domain: str | None = None
 
 
+class Length(NamedTuple):
+    """How long documents are: ``tokens``, as ``measure`` counts them."""
+
+    tokens: int
+    measure: Callable[[str], int]
+
+
 @dataclass(frozen=True)
 class Source:
     """A corpus that was found and checked, not yet read.
@@ -44,15 +51,22 @@ class Source:
         name: As the user named it.
         domain: Domain of the rows that do not name their own.
         rows: Takes a seed, gives the rows in that seed's order, one at a time.
+        sized: Likewise, but makes rows of a given length; None where the length is what it is.
     """
 
     name: str
     domain: str
     rows: Callable[[int], Iterator[Row]]
+    sized: Callable[[int, Length | None], Iterator[Row]] | None = None
 
-    def documents(self, seed: int) -> Iterator[Document]:
-        """All documents that hold anything but white space, in the order of ``seed``."""
-        for row in self.rows(seed):
+    def documents(self, seed: int, length: Length | None = None) -> Iterator[Document]:
+        """All documents that hold anything but white space, in the order of ``seed``.
+
+        Args:
+            seed: Of the order.
+            length: Of documents that are made, not found.
+        """
+        for row in self.sized(seed, length) if self.sized else self.rows(seed):
             if row.text and not row.text.isspace():
                 yield Document(row.text, row.domain or self.domain, self.name, row.id)
 

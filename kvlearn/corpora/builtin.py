@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlearn.corpora.base import Row, Source, in_seeded_order
+from kvlearn.corpora.retrieval import FILLER, SUMMARY
+from kvlearn.corpora.retrieval import NAME as RETRIEVAL
 from kvlearn.errors import KvlearnError
 
 SHARE = Path("/usr/share")  # where Debian packages put their documentation
@@ -55,7 +57,9 @@ class _Builtin:
 
 def list_corpora() -> list[CorpusInfo]:
     """The built-in corpora, with what to install for each and whether it is here."""
-    return [CorpusInfo(name, it.summary, it.install, bool(it.find())) for name, it in BUILTINS.items()]
+    found = [CorpusInfo(name, it.summary, it.install, bool(it.find())) for name, it in BUILTINS.items()]
+    here = all(info.available for info in found if info.name in FILLER.split("+"))
+    return [*found, CorpusInfo(RETRIEVAL, SUMMARY, "pip install sympy", here)]
 
 
 def builtin_source(name: str, *, domain: str | None) -> Source:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-from kvlearn.corpora.base import Document, Source
+from kvlearn.corpora.base import Document, Length, Source
 from kvlearn.corpora.builtin import BUILTINS, builtin_source
 from kvlearn.corpora.files import JSON_SUFFIXES, PARQUET_SUFFIXES, TEXT_SUFFIXES, dataset_source, file_source
+from kvlearn.corpora.retrieval import FILLER, NAME, check_fillers, retrieval_source
 from kvlearn.corpora.windows import Window, until, windows
 from kvlearn.errors import KvlearnError
 
 Split = Literal["train", "validation", "test", "all"]
-_OPTIONS = ("column", "domain", "split")
+_OPTIONS = ("column", "domain", "split", "filler")
 _Item = TypeVar("_Item")
 
 
@@ -83,11 +84,14 @@ def corpus_windows(
     parts = _parse(spec, split)
     if tokens is not None and tokens < 1:
         raise KvlearnError(f"tokens is {tokens}, must be at least 1")
+    from kvlearn.models.text import encode
+
+    length = Length(window, lambda text: len(encode(tokenizer, text)))
     streams = [
         _named(
             part.source.name,
             windows(
-                _documents(part.source, split, seed),
+                _documents(part.source, split, seed, length),
                 tokenizer,
                 tokens=None,
                 window=window,
@@ -150,12 +154,19 @@ def _parse_item(item: str) -> _Part:
 
 def _find(name: str, item: str, options: dict[str, str]) -> Source:
     """Built-in name first, then a path, then a Hugging Face data set."""
-    column, domain, split = (options.get(key) for key in _OPTIONS)
-    builtin, path = name in BUILTINS, Path(name).expanduser()
+    column, domain, split, filler = (options.get(key) for key in _OPTIONS)
+    builtin, path = name in (*BUILTINS, NAME), Path(name).expanduser()
     if builtin and column:
         raise KvlearnError(f"corpus {item!r}: a built-in corpus has no columns")
     if split and (builtin or _exists(name)):
         raise KvlearnError(f"corpus {item!r}: ?split names the split of a Hugging Face data set, and {name!r} is none")
+    if filler and name != NAME:
+        raise KvlearnError(f"corpus {item!r}: ?filler names the text between facts of {NAME!r}, and {name!r} has none")
+    if name == NAME:
+        names = check_fillers(filler or FILLER, item)
+        for unknown in set(names) - set(BUILTINS):
+            raise KvlearnError(f"corpus {item!r}: filler {unknown!r} is no built-in corpus ({', '.join(BUILTINS)})")
+        return retrieval_source([builtin_source(each, domain=None) for each in names], split_of, domain=domain)
     if builtin:
         return builtin_source(name, domain=domain)
     if _exists(name):
@@ -163,10 +174,10 @@ def _find(name: str, item: str, options: dict[str, str]) -> Source:
     looks_like_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or name.endswith("/")
     if looks_like_path or path.suffix.lower() in TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES:
         raise KvlearnError(f"corpus {name!r}: no such file or folder")
-    near = difflib.get_close_matches(name.lower(), BUILTINS, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name.lower(), (*BUILTINS, NAME), n=1, cutoff=0.7)
     if near:
         raise KvlearnError(f"unknown corpus {name!r}: did you mean {near[0]!r}?")
-    hint = f"no file, no folder and no built-in corpus ({', '.join(BUILTINS)})"
+    hint = f"no file, no folder and no built-in corpus ({', '.join((*BUILTINS, NAME))})"
     return dataset_source(name, split=split or "train", column=column, domain=domain, hint=hint)
 
 
@@ -180,9 +191,9 @@ def _exists(name: str) -> bool:
 # ---- Streams ----------------------------------------------------------------------------------------------------
 
 
-def _documents(source: Source, split: Split, seed: int) -> Iterator[Document]:
+def _documents(source: Source, split: Split, seed: int, length: Length | None = None) -> Iterator[Document]:
     seen = kept = 0
-    for doc in source.documents(seed):
+    for doc in source.documents(seed, length):
         seen += 1
         if split in ("all", split_of(doc.text)):
             kept += 1
