@@ -289,7 +289,8 @@ class EvictingCache(Cache):
         length: list[int] = []
         layers: list[Any] = self.layers
         for i, layer in enumerate(layers):
-            size = _allocated(*(t for t in vars(layer).values() if isinstance(t, Tensor)))
+            kept = [value if isinstance(value, tuple) else (value,) for value in vars(layer).values()]
+            size = _allocated(*(t for values in kept for t in values if isinstance(t, Tensor)))
             if i not in self.managed:
                 other += size
             elif layer.is_initialized:

@@ -6,9 +6,6 @@ The layer attends, because only it knows its slots. A call goes one of two ways:
   in an order fixed when the block began, so exactly ``budget`` slots are in use at any moment. A chunk of tokens gives
   what its tokens would have given one at a time: query ``i`` sees the slots that tokens ``0..i`` had not yet replaced.
 * **prompt** (more): attended in full together with what is held, then cut to the budget.
-
-Queries and their log-sum-exps are kept for one block; when it ends, one matrix product gives the mass that every slot
-received from the block, which is folded into the history. That is exact, and costs nothing in the steps between.
 """
 
 from __future__ import annotations
@@ -19,19 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlearn import history
 from kvlearn.attention import tag
 from kvlearn.errors import KvlearnError
-from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.decode_attention import decode_attention
-from kvlearn.kernels.observe import fold, observe
+from kvlearn.observation import Observer
 from kvlearn.policies.base import Faults, Slots, select_victims
-from kvlearn.slots import SLOT_DIM, Call, SlotStore, expand
+from kvlearn.slots import SLOT_DIM, Call, expand
 from kvlearn.support import NO_ROLLBACK, own_validity
 
 
-class EvictingLayer(SlotStore):
-    """Attention, observation and eviction over the slots of one layer."""
+class EvictingLayer(Observer):
+    """Attention and eviction over the slots of one layer."""
 
     is_sliding = False
     is_croppable = False
@@ -99,6 +94,9 @@ class EvictingLayer(SlotStore):
         self.pending = False
         count = query.shape[2]
         valid = own_validity(mask, count)
+        if count == 1 and valid is None and self._may_wait(key, position_ids):
+            self.scale, self.softcap = scale, softcap
+            return self._decode(query, key, value, position_ids)
         if not self.is_initialized:
             self.start(key, value)
         if key.shape[0] != self.pos.shape[0]:
@@ -114,17 +112,16 @@ class EvictingLayer(SlotStore):
         pos = (self.length[:, None] + (nth - 1)).int()
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
-            self.uneven = True
-        waits = count == 1 and valid is None and self._may_wait(position_ids)
-        plain, static = (None, None) if waits else self._unrotated(key, value, pos, position_ids)
+            self._expect_padding()
+        plain, static = self._unrotated(key, value, pos, position_ids)
         fits = self._plan(count)
         if self.config.compact is not None:
-            assert plain is not None  # compact positions keep keys before rotation, and none of them waits
+            assert plain is not None  # compact positions keep keys before rotation
             query, key = self._compact(query, plain, pos, position_ids, fits)
         if "queries" in self.config.policy.reads:
             self._keep_recent(query, pos, position_ids)
         call = Call(query, key, value, pos, valid, nth, static, plain if self.config.compact is not None else None)
-        out = self._decode(call, position_ids) if waits else self._overwrite(call) if fits else self._cut(call)
+        out = self._overwrite(call) if fits else self._cut(call)
         self.seen += count
         self.decoding |= count == 1 and self.seen > count
         if not self.decoding:
@@ -208,25 +205,35 @@ class EvictingLayer(SlotStore):
         self.cursor = 0
         return True
 
-    def _may_wait(self, position_ids: Tensor | None) -> bool:
+    def _may_wait(self, key: Tensor, position_ids: Tensor | None) -> bool:
         """Whether a decoded token is stored in two steps: nobody is told of it, and its keys stay as they come."""
-        plain = self.lanes == 1 and self.config.recorder is None and self.config.compact is None
-        return plain and (position_ids is None or position_ids.ndim == 2)
-
-    def _decode(self, call: Call, position_ids: Tensor | None) -> Tensor:
-        """A single token per row; its slots are settled when the block ends."""
-        self.write_waiting(
-            self.order[..., self.cursor : self.cursor + 1], call, self._positions(call.key, position_ids)
+        config = self.config
+        return (
+            self.decoding
+            and self.lanes == 1
+            and config.recorder is None
+            and config.compact is None
+            and (position_ids is None or position_ids.ndim == 2)
+            and key.shape[0] == self.pos.shape[0]
         )
-        self.cursor += 1
-        out, lse = self._attend_one(call)
+
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor | None) -> Tensor:
+        """A single token per row, none of it padding; its slots are settled when the block ends."""
+        if self.cursor == self.order.shape[-1]:
+            self._plan(1)
+        if "queries" in self.config.policy.reads:
+            self._keep_recent(query, self.length[:, None], position_ids)
+        self.write_waiting(key, value, position_ids)
+        out, lse = self._attend_query(query)
         self.length = self.length + 1
-        self._keep_query(call, lse)
+        self.seen += 1
+        self._keep_query(query, lse)
         return out
 
     def _overwrite(self, call: Call) -> Tensor:
         """Put the call's tokens over slots one by one; see the module's docstring."""
         self.settle()
+        self.ahead = None  # padding breaks its count of positions
         count, taken = call.count, call.count * self.lanes
         evicts = self.used + taken > self.keys.shape[2]
         target = self.order[..., self.cursor : self.cursor + taken]  # [B, H, C]
@@ -239,7 +246,7 @@ class EvictingLayer(SlotStore):
             self.write(target, call)
         self.length = self.length + call.tokens
         if count == 1:
-            self._keep_query(call, lse)
+            self._keep_query(call.query, lse, call.pos)
         elif self._observing:
             slots = self.held()
             self._observe(call.query, lse, call.pos, slots, own_keys_last=not (evicts or self.uneven))
@@ -269,11 +276,16 @@ class EvictingLayer(SlotStore):
 
     def _attend_one(self, call: Call) -> tuple[Tensor, Tensor]:
         """Attention of a single query over the slots held, its own among them."""
-        end = self.used
+        return self._attend_query(call.query)
+
+    def _attend_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values, end = self.keys, self.values, self.used
+        if end < keys.shape[2]:
+            keys, values = keys[:, :, :end], values[:, :, :end]
         return decode_attention(
-            call.query,
-            self.keys[:, :, :end],
-            self.values[:, :, :end],
+            query,
+            keys,
+            values,
             held=self.pos[:, :, :end] if self.uneven else None,
             scale=self.scale,
             softcap=self.softcap,
@@ -335,66 +347,3 @@ class EvictingLayer(SlotStore):
     def _flat(self, slots: Slots) -> Slots:
         """What is by head, as it is stored."""
         return slots
-
-    # ---- observation -------------------------------------------------------------------------------------------
-
-    @property
-    def _observing(self) -> bool:
-        return bool(self.config.policy.reads & {"history", "last_query"}) or self.config.recorder is not None
-
-    def _keep_query(self, call: Call, lse: Tensor) -> None:
-        """Remember a decoded query until its block ends."""
-        block = self.config.budget.block
-        if self._observing:
-            if self.queries is None:
-                batch, query_heads, _, dim = call.query.shape
-                self.queries = call.query.new_zeros(batch, query_heads, block, dim)
-                self.lse = lse.new_zeros(batch, query_heads, block)
-                self.query_pos = call.pos.new_full((batch, block), -1)
-            self.queries.select(2, self.open).copy_(call.query.select(2, 0))
-            self.lse.select(2, self.open).copy_(lse.select(2, 0))
-            self.query_pos.select(1, self.open).copy_(call.pos.select(1, 0))
-        self.open += 1
-        if self.open == block:
-            self.close_block()
-
-    def close_block(self) -> None:
-        """Observe the queries kept since the last block ended, and drop what was planned for the rest of the block."""
-        if self.open == 0:
-            return
-        self.settle()
-        count, self.open = self.open, 0
-        self.order, self.cursor = self.order[..., :0], 0
-        if self._observing:
-            query, lse, slots = self.queries[:, :, :count], self.lse[:, :, :count], self.held()
-            self._observe(query, lse, self.query_pos[:, :count], slots, own_keys_last=False)
-            self._store_observed(slots)
-
-    def _store_observed(self, slots: Slots) -> None:
-        """Take back what was observed into :meth:`held` slots: here they are the stored ones."""
-
-    def _observe(self, query: Tensor, lse: Tensor, query_pos: Tensor, slots: Slots, *, own_keys_last: bool) -> None:
-        """Bring history and last-query mass of ``slots`` up to date with ``query``, in place."""
-        recorder, block = self.config.recorder, self.config.budget.block
-        how: Any = {
-            "query_pos": query_pos,
-            "key_pos": slots.pos,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "block": block,
-            "group_reduce": self.config.group_reduce,
-            "own_keys_last": own_keys_last,
-            "impl": self.config.impl,
-        }
-        if slots.state is not None and recorder is None:
-            observe(slots.state, query, lse, slots.keys, last=slots.last_query, **how)
-            return
-        observed = column_mass(query, lse, slots.keys, only_last=recorder is None, **how)
-        if slots.last_query is not None:
-            slots.last_query.copy_(observed.last)
-        if recorder is None:
-            return
-        mean_code, peak_code = history.encode_mass(observed.mean), history.encode_mass(observed.peak)
-        recorder.blocks(self.config.index, slots.pos, mean_code, peak_code, observed.queries)
-        if slots.state is not None:
-            fold(slots.state, mean_code, peak_code, observed.queries, query_pos, slots.pos, block)

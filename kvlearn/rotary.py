@@ -36,6 +36,7 @@ class Unrotator:
     def __init__(self, model: nn.Module, layers: Iterable[int]) -> None:
         base = cast(nn.Module, getattr(model, "base_model", model))
         config: Any = getattr(model, "config", None)
+        self._latest: tuple[Tensor, Tensor, Tensor] | None = None
         self._name = getattr(config, "model_type", type(model).__name__)
         self._rotary = getattr(base, "rotary_emb", None)
         self._turn = getattr(sys.modules[type(base).__module__], "apply_rotary_pos_emb", None)
@@ -75,10 +76,18 @@ class Unrotator:
             ``[B, H, C, D]`` in the dtype of ``keys``; computed in float32.
         """
         wide = keys.float()
-        cos, sin = self.angles(position_ids, wide)
-        # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
-        factor = cos.square() + sin.square()
-        return self._rotate(wide, cos / factor, -sin / factor).to(keys.dtype)
+        return self._rotate(wide, *self._inverse(position_ids, wide)).to(keys.dtype)
+
+    def _inverse(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine that undo those of positions ``[B, C]``; kept, as layer after layer asks for the same."""
+        known, here = self._latest, (position_ids.device, torch.is_inference_mode_enabled())
+        # What is made in inference mode cannot serve outside of it.
+        if known is None or (known[0].device, known[0].is_inference()) != here or not known[0].equal(position_ids):
+            cos, sin = self.angles(position_ids, like)
+            # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
+            factor = cos.square() + sin.square()
+            known = self._latest = (position_ids.clone(), cos / factor, -sin / factor)
+        return known[1:]
 
     def rotate(self, plain: Tensor, positions: Tensor) -> Tensor:
         """Rotate as the model does, by positions of one's own.
@@ -112,10 +121,10 @@ class Unrotator:
     def _rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         assert self._turn is not None
         try:
-            rotated, _ = self._turn(keys, keys, cos, sin)
+            rotated, _ = self._turn(keys, keys[:, :1], cos, sin)  # it wants queries and keys; one of them is ours
         except RuntimeError:  # a model that rotates only the first dimensions may cut them off itself
             part = cos.shape[-1]
-            rotated, _ = self._turn(keys[..., :part], keys[..., :part], cos, sin)
+            rotated, _ = self._turn(keys[..., :part], keys[:, :1, :, :part], cos, sin)
             rotated = torch.cat([rotated, keys[..., part:]], dim=-1)
         return cast(Tensor, rotated)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlearn import history
-from kvlearn.kernels.launch import Impl
+from kvlearn.kernels.launch import Impl, use_triton
+from kvlearn.kernels.replace import Ahead, copy_rows
 from kvlearn.kernels.replace import expand as expand
 from kvlearn.kernels.replace import replace as replace_slots
 from kvlearn.kernels.replace.reference import flat_rows, store
@@ -162,8 +163,10 @@ class SlotStore(CacheLayerMixin):
         self.uneven = False  # some row had padding, so `used` slots are not all valid
         self.decoding = False  # a single-token call has been made: the prompt is over
         self.pending = False  # `update` was called and `attend` was not yet
-        self.scale = 1.0  # on the dot products; every call tells it
+        self.scale = 1.0  # on the dot products; every call tells it, and the cap of logits
+        self.softcap: float | None = None
         self.faults: Faults | None = None  # made by the first selection on a GPU
+        self.ahead: Ahead | None = None  # of `order`, made by its first token
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all slots."""
@@ -236,22 +239,34 @@ class SlotStore(CacheLayerMixin):
             store(self.plain, 2, target, call.plain, call.pos, call.valid is not None)
         self.used = min(self.keys.shape[2], self.used + target.shape[-1])
 
-    def write_waiting(self, target: Tensor, call: Call, position_ids: Tensor) -> None:
+    def write_waiting(self, key: Tensor, value: Tensor, position_ids: Tensor | None) -> None:
         """Store what the next query needs of a single token per row; the rest waits until :meth:`settle`."""
-        replace_slots(
-            self.keys,
-            self.values,
-            self.pos,
-            target=target,
-            key=call.key,
-            value=call.value,
-            new_pos=call.pos,
-            impl=self.config.impl,
-        )
+        at = self.cursor
+        if use_triton(self.config.impl, self.keys):
+            replace_slots(
+                self.keys,
+                self.values,
+                self.pos,
+                target=self.order[..., at : at + 1],
+                key=key,
+                value=value,
+                new_pos=self.length[:, None].int(),
+                impl=self.config.impl,
+            )
+        else:
+            if self.ahead is None or self.ahead.order is not self.order:
+                self.ahead = Ahead.of(self.order, self.length - at, self.keys.shape[2])
+            rows = self.ahead.rows[at]
+            copy_rows(self.keys, rows, key)
+            copy_rows(self.values, rows, value)
+            copy_rows(self.pos, rows, self.ahead.pos[at])
         if "static" in self.config.policy.reads:
+            if position_ids is None:
+                position_ids = torch.full((1, 1), self.seen, device=self.device)
             if self.waiting_ids is None:
                 self.waiting_ids = position_ids.new_zeros(self.pos.shape[0], self.config.budget.block)
-            self.waiting_ids[:, self.waiting] = position_ids[:, 0]
+            self.waiting_ids.narrow(1, self.waiting, 1).copy_(position_ids)
+        self.cursor = at + 1
         self.waiting += 1
         self.used = min(self.keys.shape[2], self.used + 1)
 
@@ -265,28 +280,40 @@ class SlotStore(CacheLayerMixin):
             return
         target = self.order[..., self.cursor - count : self.cursor]
         rows = flat_rows(target, self.keys.shape[2])
-        key, value = (
-            slots.flatten(0, 2).index_select(0, rows).view(*target.shape, -1) for slots in (self.keys, self.values)
-        )
-        replace_slots(
-            self.keys,
-            self.values,
-            self.pos,
-            state=self.state,
-            last_query=self.last_query,
-            target=target,
-            key=key,
-            value=value,
-            new_pos=self.pos.gather(-1, target)[:, 0],
-            impl=self.config.impl,
-            **self._settled_static(key, value, count),
-        )
+        static = self._waiting_static(target, rows, count) if self.waiting_ids is not None else None
+        if use_triton(self.config.impl, self.keys):
+            key, value = (self._slots_at(slots, target, rows) for slots in (self.keys, self.values))
+            replace_slots(
+                self.keys,
+                self.values,
+                self.pos,
+                state=self.state,
+                static=None if static is None else self.static,
+                last_query=self.last_query,
+                target=target,
+                key=key,
+                value=value,
+                new_pos=self.pos.gather(-1, target)[:, 0],
+                new_static=static,
+                impl=self.config.impl,
+            )
+            return
+        if static is not None:
+            copy_rows(self.static, rows, static)
+        for slots, dim in ((self.state, 3), (self.last_query, 2)):
+            if slots is not None:
+                slots.scatter_(dim, expand(target, slots, dim), 0)
 
-    def _settled_static(self, key: Tensor, value: Tensor, count: int) -> dict[str, Any]:
-        if self.waiting_ids is None or self.config.unrotate is None:
-            return {}
-        static = self.static_of(self.config.unrotate(key, self.waiting_ids[:, :count]), value)
-        return {} if static is None else {"static": self.static, "new_static": static}
+    def _waiting_static(self, target: Tensor, rows: Tensor, count: int) -> Tensor | None:
+        if self.config.unrotate is None:
+            return None
+        key, value = (self._slots_at(slots, target, rows) for slots in (self.keys, self.values))
+        return self.static_of(self.config.unrotate(key, self.waiting_ids[:, :count]), value)
+
+    @staticmethod
+    def _slots_at(slots: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+        """``[B, H, C, D]`` what lies at ``target``."""
+        return slots.flatten(0, 2).index_select(0, rows).view(*target.shape, -1)
 
     def static_of(self, plain: Tensor, value: Tensor) -> Tensor | None:
         """``[B, H, C, R]`` static score inputs of tokens, for which there is room from the first ones on."""

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.integrations import sdpa_attention
 
-from kvlearn import attention, layer, slots
+from kvlearn import attention, layer, observation, slots
 from kvlearn.bench.parts import Place
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
@@ -229,8 +229,9 @@ def evicting_places(policy: Policy) -> tuple[Place, ...]:
     """Where the time of an :class:`EvictingCache` goes."""
     return (
         (slots, "replace_slots", "replace"),
+        (slots, "copy_rows", "replace"),
         (layer, "decode_attention", "attention"),
-        (layer, "observe", "observe"),
+        (observation, "observe", "observe"),
         (layer, "select_victims", "select"),
         (layer.EvictingLayer, "attend", "bookkeeping"),
         (policy, "score", "score"),

@@ -96,8 +96,8 @@ def block_masses(
     rows, columns, norm = _operands(query, lse, key, scale, softcap, group_reduce)
     work = rows.dtype
     # Allocated once: fresh memory costs more than what is computed in it.
-    most = group * slots * max(end - start for start, end in bounds)
-    space = torch.empty(max(TILE, most), dtype=work, device=query.device)
+    largest = group * slots * max(end - start for start, end in bounds)
+    space = torch.empty(max(TILE, largest), dtype=work, device=query.device)
     done = 0
     whole = bool((key_pos >= 0).all())  # no empty slot among the keys
     # Then all keys before the queries' own are visible to them, and a triangle of these.
@@ -110,10 +110,10 @@ def block_masses(
         width, length = slots - (queries - end) if own_keys_last else slots, end - start
         own_rows = rows[:, :, start:end].reshape(pairs, group * length, -1)
         if dense:
-            own_pos = torch.arange(length, dtype=torch.int32, device=query.device)
-            unseen = _unseen(own_pos[None], own_pos[None])
+            own_pos = torch.arange(length, device=query.device)
+            most = _most(own_pos[None], own_pos[None], work)
         else:
-            unseen = _unseen(query_pos[:, None, start:end], positions[..., :width]).flatten(0, 1)
+            most = _most(query_pos[:, None, start:end], positions[..., :width], work).flatten(0, 1)
         both = torch.empty(2, pairs, len(strip), width, dtype=work, device=query.device)
         last = torch.empty(pairs, width, dtype=work, device=query.device)
         step = max(1, TILE // (group * length * width))
@@ -124,12 +124,14 @@ def block_masses(
             mass = mass.view(-1, group, length, width)
             if softcap is not None:
                 mass.div_(softcap).tanh_().mul_(softcap * _LOG2_E).sub_(norm[these, :, start:end, None])
-            if dense:
-                mass[..., width - length :] += unseen
-            else:
-                mass += unseen[these, None]
             mass.exp2_()
-            reduced = _reduce_group(mass, group_reduce).view(-1, len(strip), size, width)
+            reduced = _reduce_group(mass, group_reduce)
+            if dense:
+                own = reduced[..., width - length :]
+                torch.minimum(own, most, out=own)
+            else:
+                torch.minimum(reduced, most[these], out=reduced)
+            reduced = reduced.view(-1, len(strip), size, width)
             torch.sum(reduced, 2, out=both[0, these])
             torch.amax(reduced, 2, out=both[1, these])
             last[these] = reduced[:, -1, -1]
@@ -164,9 +166,16 @@ def _operands(
     return rows, columns, norm
 
 
-def _unseen(query_pos: Tensor, key_pos: Tensor) -> Tensor:
-    """``[..., C, S]`` what to add to logits: 0 where a query sees the key, or so much below 0 that no mass is left."""
-    return (query_pos[..., None] - key_pos[..., None, :]).clamp_(max=0).float().mul_(1e30)
+def _most(query_pos: Tensor, key_pos: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[..., C, S]`` no less than any mass where a query sees the key, and 0 where it does not.
+
+    A minimum with it hides what is not seen: after the group's heads are joined, one pass over a third of the numbers.
+    What a hidden key would have been given may be infinite, so that a product with 0 would not do.
+    """
+    first = query_pos.amin(-1, keepdim=True)  # small numbers stay exact
+    ahead = ((query_pos - first).clamp_(min=-1) + 1).to(dtype).mul_(2)  # padding sees nothing
+    behind = (key_pos - first).clamp_(min=-2).to(dtype).mul_(2)
+    return (ahead[..., None] - behind[..., None, :]).clamp_(0, 2)
 
 
 def _strips(bounds: list[tuple[int, int]], masses: int) -> Iterator[list[tuple[int, int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,40 @@ def replace(
     for n, slots in enumerate((keys, values, pos, state, static, last_query)):
         fresh = new.get(n)
         if slots is not None and rows is not None and fresh is not None and slots.is_contiguous():
-            # Whole rows of memory: many times as fast as a scatter of single numbers.
-            slots.view(-1, *slots.shape[3:]).index_copy_(0, rows, fresh.reshape(-1, *slots.shape[3:]))
+            copy_rows(slots, rows, fresh)
         elif slots is not None:
             store(slots, 3 if n == 3 else 2, target, fresh, new_pos, padded)
+
+
+def copy_rows(slots: Tensor, rows: Tensor, fresh: Tensor) -> None:
+    """Write ``fresh``, as many rows as ``rows`` of :func:`flat_rows`, to contiguous ``[B, H, S, ...]``.
+
+    Whole rows of memory are copied: many times as fast as a scatter of single numbers.
+    """
+    tail = slots.shape[3:]
+    slots.view(-1, *tail).index_copy_(0, rows, fresh.reshape(-1, *tail))
+
+
+class Ahead(NamedTuple):
+    """Where the tokens of a block will go, one of every row at a time, made at once for all of them.
+
+    Attributes:
+        order: ``[B, H, M]`` the slots that this was made of.
+        rows: ``[M, B * H]`` int64 rows of :func:`copy_rows`.
+        pos: ``[M, B * H]`` int32 logical positions.
+    """
+
+    order: Tensor
+    rows: Tensor
+    pos: Tensor
+
+    @classmethod
+    def of(cls, order: Tensor, first: Tensor, slots: int) -> Ahead:
+        """For an order of which entry 0 takes position ``first`` ``[B]`` in storage of ``slots`` slots."""
+        _, heads, count = order.shape
+        pos = (first + torch.arange(count, device=order.device)[:, None]).int()
+        rows = flat_rows(order, slots).view(-1, count).t().contiguous()
+        return cls(order, rows, pos[..., None].expand(-1, -1, heads).reshape(count, -1))
 
 
 def flat_rows(target: Tensor, slots: int) -> Tensor:

@@ -35,13 +35,24 @@ class Weights(NamedTuple):
         return Weights(change(self.dynamic), change(self.static), change(self.bias), out)
 
 
+@torch.no_grad()
 def score(state: Tensor, pos: Tensor, length: Tensor, static: Tensor, weights: Weights) -> Tensor:
-    """See :func:`kvlearn.kernels.score.score`."""
+    """See :func:`kvlearn.kernels.score.score`. What :func:`evaluate` gives, in fewer passes."""
     batch, heads, slots = pos.shape
-    dynamic = dynamic_features(state, pos, length).reshape(batch * heads, slots, -1)
+    count = weights.dynamic.shape[-1]
+    inputs = pos.new_empty(batch, heads, count + static.shape[-1] + 1, slots, dtype=torch.float32)
+    dynamic_features(state, pos, length, out=inputs[:, :, :count])
+    inputs[:, :, count:-1] = static.transpose(2, 3)
+    inputs[:, :, -1] = 1.0  # for the bias
+    weight, out = torch.cat([weights.dynamic, weights.static, weights.bias], dim=-1), weights.out
     if batch > 1:
-        weights = weights.map(lambda weight: weight.repeat(batch, 1, 1))
-    return evaluate(weights, dynamic, static.reshape(batch * heads, slots, -1)).view(batch, heads, slots)
+        weight, out = weight.repeat(batch, 1, 1), None if out is None else out.repeat(batch, 1, 1)
+    z = torch.bmm(weight, inputs.flatten(0, 1))
+    if out is None:
+        return z[:, 0].view(batch, heads, slots)
+    linear = z[:, :1].clone()
+    hidden = torch.ops.aten.gelu_(z)[:, 1:]  # in place and in one piece: a third of the time
+    return torch.baddbmm(linear, out, hidden).view(batch, heads, slots)
 
 
 def evaluate(weights: Weights, dynamic: Tensor, static: Tensor) -> Tensor:
