@@ -28,7 +28,19 @@ def read_train(path: Path) -> None:
     assert cli.model.hparams["seed"] == cli.datamodule.hparams["seed"] == cli.config["seed_everything"]
 
 
-READERS: dict[str, Callable[[Path], None]] = {"train": read_train}
+def read_ablation(path: Path) -> None:
+    pytest.importorskip("lightning", reason="training needs the extra kvlearn[train]")
+    from train.ablate import BASE, Ablation
+
+    ablation = Ablation.read(path)
+    assert next(iter(ablation.variations)) == BASE
+    for number, name in enumerate(ablation.variations):
+        changed = Path(f"{number}.yaml")
+        changed.write_text(yaml.safe_dump(ablation.config(name)))
+        read_train(changed)
+
+
+READERS: dict[str, Callable[[Path], None]] = {"train": read_train, "ablation": read_ablation}
 """By folder."""
 
 

@@ -1,4 +1,4 @@
-"""``python -m train fit --config FILE``, ``validate`` and ``export CKPT DIR``.
+"""``python -m train fit --config FILE``, ``validate``, ``export CKPT DIR``, ``ablate FILE`` and ``rounds``.
 
 Exit codes: 0 for success, 2 for a mistake the user can put right (one line on stderr), 130 for Ctrl-C.
 """
@@ -15,10 +15,10 @@ from kvlearn.cli import INTERRUPTED, MISTAKE, explain
 def main(arguments: list[str]) -> int:
     """Run one command and turn errors into sentences."""
     try:
-        if arguments[:1] == ["export"]:
-            from train.export import run as run_export
+        if arguments[:1] and arguments[0] in ("export", "ablate", "rounds"):
+            import importlib
 
-            run_export(arguments[1:])
+            importlib.import_module(f"train.{arguments[0]}").run(arguments[1:])
         else:
             from train.cli import run
 

@@ -137,7 +137,8 @@ class TraceDataModule(pl.LightningDataModule):
             than looking at it once more.
         slots_per_boundary: slots drawn at each moment: half of them those with the largest targets, the others at
             random and weighted for all the rest. 0 takes all.
-        windows_per_epoch: windows drawn for each epoch. 0 takes all.
+        train_windows: windows to train on, chosen once at random. 0 takes all.
+        windows_per_epoch: of these, windows drawn for each epoch. 0 takes all.
         val_windows: windows to validate on, spread evenly over the traces. 0 takes all.
         val_boundaries: moments, evenly spaced, at which each of them is measured, over all slots.
         min_tokens: fewest tokens before a moment.
@@ -160,6 +161,7 @@ class TraceDataModule(pl.LightningDataModule):
         recent: int = -1,
         boundaries_per_window: int = 8,
         slots_per_boundary: int = 512,
+        train_windows: int = 0,
         windows_per_epoch: int = 0,
         val_windows: int = 0,
         val_boundaries: int = 4,
@@ -175,6 +177,7 @@ class TraceDataModule(pl.LightningDataModule):
         _at_least("val_boundaries", val_boundaries, 1)
         for name in (
             "slots_per_boundary",
+            "train_windows",
             "windows_per_epoch",
             "val_windows",
             "min_tokens",
@@ -214,12 +217,20 @@ class TraceDataModule(pl.LightningDataModule):
             if not any(found):
                 raise KvlearnError(f"data.{name}: the traces have no window for it; trace more tokens.")
         options, reuse = self._options(), self.hparams["prepare"] == "reuse"
-        self.train_set = WindowDataset(list(itertools.chain(*parts)), options, reuse)
+        self.train_set = WindowDataset(self._some(list(itertools.chain(*parts))), options, reuse)
         chosen = _spread(list(itertools.chain(*held)), self.hparams["val_windows"])
         full = replace(options, boundaries=self.hparams["val_boundaries"], slots=None, random=False)
         self.val_set = WindowDataset(chosen, full, reuse)
         for trace in self.traces:
             _boundary_range(trace, options)
+
+    def _some(self, windows: list[tuple[Trace, int]]) -> list[tuple[Trace, int]]:
+        """Those to train on. By chance, because in a mixture every n-th window is of the same domain."""
+        wanted = self.hparams["train_windows"]
+        if not wanted or wanted >= len(windows):
+            return windows
+        generator = torch.Generator().manual_seed(0)  # the same windows for every seed: samples are made once
+        return [windows[i] for i in sorted(torch.randperm(len(windows), generator=generator)[:wanted].tolist())]
 
     def _options(self) -> SampleOptions:
         block, recent = self.traces[0].layout.block, self.hparams["recent"]
