@@ -56,6 +56,7 @@ def _logger(title: str) -> Callable[[str, int, int], None]:
         now = time.monotonic()
         if now - last >= LOG_SECONDS:
             last = now
-            print(f"{title}: {done} of {total} ({what}), {now - started:.0f} s", file=sys.stderr, flush=True)
+            left = f", about {(now - started) / done * (total - done):.0f} s left" if done else ""
+            print(f"{title}: {done} of {total} ({what}), {now - started:.0f} s{left}", file=sys.stderr, flush=True)
 
     return log
