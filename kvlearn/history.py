@@ -43,6 +43,7 @@ DTYPE = torch.float16
 """Storage of history fields. Statistics are computed in float32 and rounded to this when stored."""
 
 COUNT_MAX = 32768.0  # beyond it float16 cannot count in steps of one block
+_LEAST_MASS = 2.0**-20  # code 0, as all below
 OCTAVE_STEPS = 14  # codes per factor of two: at most 2.6% error, and 18 octaves below 1 in 255 codes
 
 
@@ -57,7 +58,8 @@ def encode_mass(mass: Tensor) -> Tensor:
     Returns:
         uint8 tensor of the same shape.
     """
-    code = torch.log2(mass.float()).mul_(OCTAVE_STEPS).add_(255.5)
+    code = mass.float().clamp(min=_LEAST_MASS).log2_()  # the logarithm of 0 takes ten times as long
+    code = code.mul_(OCTAVE_STEPS).add_(255.5)
     return code.clamp_(0, 255).to(torch.uint8)
 
 

@@ -64,9 +64,11 @@ class Contender:
 
     Attributes:
         period: steps after which its work repeats.
+        least: the fewest steps of a turn.
     """
 
     period = 1
+    least = 2
     places: tuple[Place, ...] = ()
 
     def __init__(self, model: PreTrainedModel, name: str, kind: str, case: Case, budget: int | None) -> None:
@@ -177,6 +179,8 @@ class Evicting(Contender):
 
 class Prompt(Contender):
     """A whole prompt, from an empty cache on; a step is all of it."""
+
+    least = 1
 
     def __init__(self, model: PreTrainedModel, spec: str, case: Case, budget: int | None) -> None:
         self.policy = None if budget is None else resolve(spec)

@@ -8,10 +8,14 @@ written, and history and static inputs are read to score.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvlearn import history
 from kvlearn.features import DYNAMIC, STATIC_DTYPE, STATIC_SCALARS
 from kvlearn.shapes import DEFAULT_BLOCK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GIB = 2**30
 
@@ -44,6 +48,26 @@ class Model:
     def slot_bytes(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.dim * self.element
+
+
+def sizes_of(model: PreTrainedModel, name: str) -> Model:
+    """Sizes of a loaded decoder."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    parameters = sum(weight.numel() for weight in model.parameters())
+    inputs: Any = model.get_input_embeddings()
+    outputs: Any = model.get_output_embeddings()
+    if outputs is not None and inputs.weight is not outputs.weight:
+        parameters -= inputs.weight.numel()  # looked up, not read
+    return Model(
+        name,
+        parameters,
+        config.num_hidden_layers,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        next(model.parameters()).element_size(),
+    )
 
 
 # Sizes as in the models' config.json. Llama's input embedding is looked up and not read; SmolLM2's is its output too.
@@ -122,6 +146,12 @@ def learned(model: Model, budget: int, rows: int, scoring: Scoring | None = None
         model.weight_bytes + keys_and_values + upkeep / scoring.block,
         operations,
     )
+
+
+def bounded(model: Model, budget: int, rows: int) -> Cost:
+    """A cache of ``budget`` slots per KV head that observes nothing."""
+    held = float(rows * budget * model.slot_bytes)
+    return Cost(held, model.weight_bytes + held, rows * (2 * model.parameters + _attention(model, budget)))
 
 
 def _attention(model: Model, slots: int) -> float:

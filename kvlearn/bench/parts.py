@@ -93,6 +93,16 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return most
 
 
+def bandwidth(device: str) -> float:
+    """Bytes a second that memory gives to who reads it in order, the best of five sums over half a GiB."""
+    data, best = torch.zeros(2**27, device=device), 0.0
+    for _ in range(5):
+        started = time.perf_counter()
+        float(data.sum())
+        best = max(best, data.nbytes / (time.perf_counter() - started))
+    return best
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the lines that PyTorch's profiler writes to stderr, past Python, when it starts and stops."""

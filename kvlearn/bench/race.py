@@ -14,8 +14,6 @@ import torch
 from kvlearn.bench.contenders import Contender
 from kvlearn.bench.parts import Clock, peak_bytes
 
-LEAST_STEPS = 2
-
 
 @dataclass
 class Result:
@@ -72,7 +70,7 @@ def race(
         _turn(contender, steps)  # the first one sets things up
         took = _turn(contender, 1) if contender.period == 1 else _turn(contender, steps) / steps
         wanted = math.ceil(turn_seconds / took / contender.period) * contender.period
-        result.steps = max(LEAST_STEPS if contender.period == 1 else contender.period, min(wanted, block))
+        result.steps = max(contender.least, contender.period, min(wanted, block))
         if growing:  # all must pass through the same lengths
             result.steps = block
     order = list(zip(contenders, results, strict=True))

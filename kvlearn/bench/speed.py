@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvlearn import attention
+from kvlearn.bench import cost
 from kvlearn.bench.contenders import FULL, KVPRESS, SAME_SLOTS, STOCK, Case, Contender, Prompt, has_kvpress, make
+from kvlearn.bench.cost import sizes_of
 from kvlearn.bench.race import Result, race
 from kvlearn.compare import versions
 from kvlearn.errors import KvlearnError
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from kvlearn.models import LoadedModel
 
 Notify = Callable[[str, int, int], None]
+
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+ROWS = (1, 2, 4, 8, 16, 32)
+ROWS_AT = 2048
+"""The context at which growth with rows is measured."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,19 @@ def small(learned: str) -> list[Group]:
         Group(Case(256, 1), (512,), (FULL, learned)),
         Group(Case(256, 8), (512,), (FULL, learned)),
     ]
+
+
+def small_prompt(learned: str) -> list[Group]:
+    """The prompt of the same table."""
+    return [Group(Case(2048, 1), (256,), (FULL, learned))]
+
+
+def growth(learned: str, longest: int, most_rows: int, budget: int) -> list[Group]:
+    """One row at contexts up to ``longest``, then up to ``most_rows`` rows at a context of 2,048."""
+    contexts = [context for context in CONTEXTS if context <= longest]
+    rows = [rows for rows in ROWS if 1 < rows <= most_rows]
+    cases = [Case(context, 1) for context in contexts] + [Case(ROWS_AT, batch) for batch in rows]
+    return [Group(case, (budget,), (FULL, learned)) for case in cases]
 
 
 @dataclass
@@ -156,7 +176,24 @@ class Bench:
             told = self._teller(f"context {group.case.context}, batch {group.case.batch}", number, len(wanted), notify)
             results = race(contenders, self.rounds, self.turn_seconds, self.block, told)
             tokens = group.case.batch * (group.case.context if bench == "prefill" else 1)
-            self.store.append(*self._rows(keys, contenders, results, tokens))
+            made = self._rows(keys, contenders, results, tokens)
+            self.store.append(*(self._with_cost(row) if bench == "decode" else row for row in made))
+
+    def _with_cost(self, row: Row) -> Row:
+        """With the bytes that a step must move, where the cost model says so."""
+        sizes, budget, batch = sizes_of(self.loaded.model, self.loaded.name), row["budget"], row["batch"]
+        if row["policy"] == FULL:
+            found = cost.full(sizes, row["context"], batch)
+        elif row["kind"] == "learned":
+            scorer: Any = resolve(row["policy"])
+            config = scorer.scorer.config
+            scoring = cost.Scoring(config.key_rank, config.hidden, config.block)
+            found = cost.learned(sizes, min(budget, row["context"]), batch, scoring)
+        elif row["policy"] in ("streaming", SAME_SLOTS):
+            found = cost.bounded(sizes, min(budget, row["context"]), batch)
+        else:
+            return row
+        return {**row, "moved": int(found.moved), "operations": int(found.operations)}
 
     def _check(self, group: Group) -> None:
         """Refuse now what would end the run later."""

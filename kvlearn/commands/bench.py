@@ -33,16 +33,16 @@ Seconds = Annotated[float, typer.Option(help="Least duration of a turn.")]
 def decode(
     model: options.Model,
     contexts: Contexts = "512,2048,8192",
-    batches: Batches = "1,8",
-    budgets: Budgets = "128,256,512",
+    batches: Batches = "8",
+    budgets: Budgets = "256",
     policies: Policies = None,
     preset: Annotated[
-        str | None, typer.Option(help="small: the races behind the project's targets, and tracing; minutes.")
+        str | None, typer.Option(help="small: the races behind the project's targets, a prompt and tracing; minutes.")
     ] = None,
     data: Annotated[str, typer.Option(help="With --preset small: text to trace.")] = "stdlib",
     out: Out = Path("bench"),
-    rounds: Rounds = 5,
-    seconds: Seconds = 1.0,
+    rounds: Rounds = 3,
+    seconds: Seconds = 0.5,
     dtype: options.Dtype = "bfloat16",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -52,20 +52,53 @@ def decode(
     Beside policies, `stock-at-budget` is the stock cache with as many tokens as there are slots, and `kvpress-snapkv`
     is kvpress's DecodingPress over SnapKVPress at the same slots, where kvpress is installed.
     """
-    from kvlearn.bench.speed import small
+    from kvlearn.bench.speed import small, small_prompt
 
     if preset not in (None, "small"):
         raise KvlearnError(f"unknown preset {preset!r}; there is small.")
     if preset and policies is not None and len(options.names(policies)) != 1:
         raise KvlearnError(f"--policies is {policies!r}; with --preset name the one scorer to race, or none.")
-    wanted = small(policies or _learned(model)) if preset else _groups(model, contexts, batches, budgets, policies)
+    learned = policies or _learned(model) if preset else ""
+    wanted = small(learned) if preset else _groups(model, contexts, batches, budgets, policies)
 
     def work(bench: Bench, notify: Notify) -> None:
         bench.decode(wanted, notify)
         if preset:
-            bench.trace(data, 5, 2048, notify)
+            bench.prefill(small_prompt(learned), notify)
+            bench.trace(data, rounds, 2048, notify)
 
     _run(model, out, rounds, seconds, dtype, device, threads, work)
+
+
+@app.command()
+def growth(
+    model: options.Model,
+    longest: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 32768,
+    rows: Annotated[int, typer.Option(help="The most rows, at a context of 2,048.")] = 32,
+    budget: Annotated[int, typer.Option(help="Slots per KV head and layer.")] = 256,
+    policy: Annotated[str | None, typer.Option(help="Beside the full cache; by default a shipped scorer.")] = None,
+    out: Out = Path("bench-growth"),
+    rounds: Rounds = 3,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Race decode steps over contexts and rows, and draw how time and bytes grow: growth.png.
+
+    Dashed lines are the cost model's bytes at the memory bandwidth that is measured first. A context may be longer
+    than the model reads: a step's time does not depend on what keys say.
+    """
+    from kvlearn.bench.parts import bandwidth
+    from kvlearn.bench.speed import ROWS_AT
+    from kvlearn.bench.speed import growth as races
+    from kvlearn.report.speed_growth import growth_png
+    from kvlearn.rows import write_atomically
+
+    wanted = races(policy or _learned(model), longest, rows, budget)
+    _run(model, out, rounds, 0.3, dtype, device, threads, lambda bench, notify: bench.decode(wanted, notify))
+    speed = bandwidth(device)
+    write_atomically(out / "growth.png", growth_png(out, ROWS_AT, speed))
+    typer.echo(f"growth.png in {out}; {speed / 1e9:.1f} GB/s were measured")
 
 
 @app.command()

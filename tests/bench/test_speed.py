@@ -17,9 +17,10 @@ import kvlearn
 from kvlearn.bench.contenders import FULL, KVPRESS, SAME_SLOTS, Case, Evicting, Prompt, Stock, make
 from kvlearn.bench.parts import Clock, peak_bytes
 from kvlearn.bench.race import race
-from kvlearn.bench.speed import Bench, groups
+from kvlearn.bench.speed import Bench, Group, groups, growth
 from kvlearn.errors import KvlearnError
 from kvlearn.report.speed import check_speed_row, faster, races, speed_store, targets
+from kvlearn.report.speed_growth import growth_png
 from kvlearn.report.speed_views import speed_markdown, speed_png, speed_sections, write_speed
 
 CASE = Case(context=300, batch=2)
@@ -237,6 +238,29 @@ def test_all_views_hold_the_numbers(tmp_path: Path) -> None:
     assert "kvlearn bench decode" in page
     assert speed_png(rows).startswith(b"\x89PNG")
     assert speed_sections(tmp_path) == []
+    with pytest.raises(KvlearnError, match="no decode rows"):
+        growth_png(tmp_path, 512, 1e10)
     with speed_store(tmp_path) as store:
         store.append(*rows)
     assert [section.title for section in speed_sections(tmp_path)] == ["Speed and memory"]
+    assert growth_png(tmp_path, 512, 1e10).startswith(b"\x89PNG")
+
+
+def test_rows_say_what_a_step_must_move(model: Any, tmp_path: Path) -> None:
+    with speed_store(tmp_path) as store:
+        bench = Bench(loaded(model), store, rounds=1, turn_seconds=0.0, block=8)
+        bench.decode([Group(Case(300, 2), (64,), ("full", "streaming"))])
+        moved = {row["policy"]: row["moved"] for row in store.rows}
+    slot = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, dim, bytes
+    assert moved["full"] - moved["streaming"] == 2 * (300 - 64) * slot
+
+
+def test_growth_covers_contexts_and_rows() -> None:
+    cases = [(group.case.context, group.case.batch) for group in growth("scorer", 2048, 4, 256)]
+    assert cases == [(512, 1), (1024, 1), (2048, 1), (2048, 2), (2048, 4)]
+
+
+def test_a_prompt_may_take_half_as_long_again() -> None:
+    prompt = {"bench": "prefill", "context": 2048}
+    rows = [row("full", [1.0], **prompt), row("scorer", [1.4], **prompt)]
+    assert [target.met for target in targets(rows)] == [True]
