@@ -115,7 +115,7 @@ class EvictingCache(Cache):
         compact, kind = positions == "compact", PooledLayer if allocation == "pooled" else EvictingLayer
         reads_keys = "static" in self.policy.reads or recorder is not None or compact
         reads_queries = "queries" in self.policy.reads
-        rotary = Unrotator(model, managed) if reads_keys or reads_queries else None
+        self._rotary = rotary = Unrotator(model, managed) if reads_keys or reads_queries else None
         self.budgets = [Budget.resolve(slots, block, protect) for slots in budgets]
         for i, layer_budget in zip(managed, self.budgets, strict=True):
             layers[i] = kind(
@@ -145,7 +145,9 @@ class EvictingCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention; see :class:`EvictingLayer`."""
-        if self._model_config._attn_implementation != attention.NAME:
+        managed = layer_idx in self.managed
+        # Asked once per call of the model, because transformers takes long to answer.
+        if (not managed or layer_idx == self.managed[0]) and self._model_config._attn_implementation != attention.NAME:
             raise KvlearnError(_wrong_attention(self._model_config._attn_implementation))
         if torch.compiler.is_compiling():
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -155,17 +157,16 @@ class EvictingCache(Cache):
                 "the model's attention bypassed kvlearn, so its output would be wrong; call kvlearn.enable(model) and "
                 "leave attn_implementation as it is."
             )
-        self._latest = None
-        if layer_idx in self.managed:
-            self._latest = self.layers[layer_idx]
-            self._latest.pending = True
-            self.warn_of_length(layer_idx, key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._latest = self.layers[layer_idx] if managed else None
+        if self._latest is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._latest.pending = True
+        self.warn_of_length(layer_idx, key_states.shape[2])
+        return self._latest.update(key_states, value_states)
 
     def warn_of_length(self, layer: int, count: int) -> None:
         """Say once that ``count`` more tokens in a managed layer make a longer text than the model was made for."""
-        managed: Any = self.layers[layer]
-        length = managed.seen + count
+        length = self.get_seq_length(layer) + count
         if self._most_positions is not None and length > self._most_positions:
             warnings.warn(
                 f"the text is {length} tokens long and the model has {self._most_positions} positions, so its output "
@@ -198,7 +199,7 @@ class EvictingCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """An independent copy of all state; policy, model and rotary code are shared."""
-        shared: list[Any] = [self.policy, self._model_config]
+        shared: list[Any] = [self.policy, self._model_config, self._rotary]
         for layer in self.evicting_layers():
             config = layer.config
             shared += [config.policy, config.unrotate, config.compact, config.rotary]
@@ -289,8 +290,7 @@ class EvictingCache(Cache):
         length: list[int] = []
         layers: list[Any] = self.layers
         for i, layer in enumerate(layers):
-            kept = [value if isinstance(value, tuple) else (value,) for value in vars(layer).values()]
-            size = _allocated(*(t for values in kept for t in values if isinstance(t, Tensor)))
+            size = _allocated(*vars(layer).values())
             if i not in self.managed:
                 other += size
             elif layer.is_initialized:
@@ -302,7 +302,7 @@ class EvictingCache(Cache):
                 held.append(float(count.float().mean()))
                 length = layer.length.tolist()
         mean = sum(held) / len(held) if held else 0.0
-        state += self._handle.nbytes if held else 0
+        state += self._handle.nbytes + (0 if self._rotary is None else self._rotary.nbytes) if held else 0
         total = kv + state + other
         return {
             "length": length,
@@ -318,9 +318,11 @@ class EvictingCache(Cache):
         }
 
 
-def _allocated(*tensors: Tensor) -> int:
-    """Bytes of what the tensors lie in, each storage counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+def _allocated(*values: Any) -> int:
+    """Bytes of what tensors, alone or in tuples, lie in, each storage counted once; nothing else counts."""
+    alone = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    storages = [one.untyped_storage() for one in alone if isinstance(one, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _by_layer(budget: object, layers: int) -> list[int | None]:

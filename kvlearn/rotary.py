@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvlearn.errors import KvlearnError
 
+_KEPT = 64  # positions whose angles are kept: a prompt's would take more than they save
 _PROBED = (0, 5, 977)  # positions of the keys that a model is tried on
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest key; others are half precision
 _HALF_TOLERANCE = 3e-2
@@ -79,15 +80,21 @@ class Unrotator:
         return self._rotate(wide, *self._inverse(position_ids, wide)).to(keys.dtype)
 
     def _inverse(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine that undo those of positions ``[B, C]``; kept, as layer after layer asks for the same."""
+        """Cosine and sine that undo those of positions ``[B, C]``; those of a block are kept for the next layer."""
         known, here = self._latest, (position_ids.device, torch.is_inference_mode_enabled())
         # What is made in inference mode cannot serve outside of it.
         if known is None or (known[0].device, known[0].is_inference()) != here or not known[0].equal(position_ids):
             cos, sin = self.angles(position_ids, like)
             # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
             factor = cos.square() + sin.square()
-            known = self._latest = (position_ids.clone(), cos / factor, -sin / factor)
+            known = (position_ids.clone(), cos / factor, -sin / factor)
+            self._latest = known if position_ids.shape[1] <= _KEPT else None
         return known[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept between calls."""
+        return sum(kept.nbytes for kept in self._latest or ())
 
     def rotate(self, plain: Tensor, positions: Tensor) -> Tensor:
         """Rotate as the model does, by positions of one's own.
