@@ -106,7 +106,7 @@ class Stock(Contender):
         self.cache = DynamicCache(config=model.config)
         self.tokens = case.context if budget is None else min(case.context, budget)
         for i, (heads, dim) in enumerate(shapes(model)):
-            self.cache.update(*(_random(model, case.batch, heads, self.tokens, dim) for _ in range(2)), i)
+            self.cache.update(*(random_tensor(model, case.batch, heads, self.tokens, dim) for _ in range(2)), i)
         self.places = STOCK_PLACES
 
     @contextmanager
@@ -282,9 +282,9 @@ def fill(cache: EvictingCache, model: PreTrainedModel, case: Case) -> None:
                     held.seen = start
                     held.length = torch.full_like(held.length, start)
                 held.attend(
-                    _random(model, case.batch, heads * group, count, dim),
-                    _random(model, case.batch, heads, count, dim),
-                    _random(model, case.batch, heads, count, dim),
+                    random_tensor(model, case.batch, heads * group, count, dim),
+                    random_tensor(model, case.batch, heads, count, dim),
+                    random_tensor(model, case.batch, heads, count, dim),
                     None,
                     scale=dim**-0.5,
                     softcap=None,
@@ -296,5 +296,6 @@ def _stock_bytes(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for held in cache.layers for t in (held.keys, held.values))
 
 
-def _random(model: PreTrainedModel, *shape: int) -> torch.Tensor:
+def random_tensor(model: PreTrainedModel, *shape: int) -> torch.Tensor:
+    """Normal numbers in the model's dtype, where it is."""
     return torch.randn(shape, device=model.device).to(model.dtype)

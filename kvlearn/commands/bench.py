@@ -135,6 +135,27 @@ def trace(
 
 
 @app.command()
+def layer(
+    model: options.Model,
+    policies: Policies = None,
+    batches: Batches = "1,8",
+    budgets: Budgets = "256,512",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+) -> None:
+    """Print what a decoded token and a prompt of 2,048 cost in one layer, beside the stock cache at the same slots."""
+    from kvlearn.attention import enable
+    from kvlearn.bench.layer import COLUMNS, table
+    from kvlearn.report.grids import markdown_grid
+
+    names = options.names(policies) if policies is not None else ["streaming", "h2o", _learned(model)]
+    loaded = enable(options.load(model, dtype, device, threads).model)
+    sizes = [options.numbers(text, name) for text, name in ((batches, "--batches"), (budgets, "--budgets"))]
+    typer.echo(markdown_grid(COLUMNS, table(loaded, names, sizes[0], sizes[1])))
+
+
+@app.command()
 def cost(
     contexts: Contexts = "8192,131072,1048576",
     batches: Batches = "1,8",

@@ -10,6 +10,7 @@ from cache_helpers import scorer
 from typer.testing import CliRunner
 
 import kvlearn
+from kvlearn.bench import layer
 from kvlearn.bench.contenders import Case, Stock, fill
 from kvlearn.bench.cost import MODELS, Model, Scoring, full, learned
 from kvlearn.cli import app
@@ -45,3 +46,11 @@ def test_the_command_prints_a_table(bandwidth: str, shown: str) -> None:
     result = CliRunner().invoke(app, ["bench", "cost", "--bandwidth", bandwidth])
     assert result.exit_code == 0
     assert shown in result.output
+
+
+def test_a_layer_is_timed_by_itself(tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "_CONTEXT", 200)
+    monkeypatch.setattr(layer, "_TURNS", 1)
+    lines = layer.table(kvlearn.enable(tiny_llama()), ["streaming", "h2o"], [2], [64])
+    assert [line[:3] for line in lines] == [[name, "2", "64"] for name in ("stock", "streaming", "h2o")]
+    assert all(len(line) == len(layer.COLUMNS) and float(line[3].replace(",", "")) > 0 for line in lines)
