@@ -160,6 +160,11 @@ def test_panels_are_told_apart_by_what_differs() -> None:
 def test_short_names_are_the_end_of_a_path_unless_two_would_be_one() -> None:
     assert short_names(["h2o", "runs/a", "runs/b/"]) == {"h2o": "h2o", "runs/a": "a", "runs/b/": "b"}
     assert short_names(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
+    assert short_names(["/home/x/a", "/home/y/a (block=8)", "a"]) == {
+        "/home/x/a": "x/a",
+        "/home/y/a (block=8)": "a (block=8)",
+        "a": "a",
+    }
 
 
 @pytest.mark.parametrize(

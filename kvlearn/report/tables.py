@@ -87,14 +87,21 @@ def panels(lines: Iterable[SummaryRow]) -> list[Panel]:
 
 
 def short_names(policies: Iterable[str]) -> dict[str, str]:
-    """Names for charts: the last part of a path, where that leaves no two policies with one name."""
+    """Names for charts: of a path, as many of its last parts as leave no two policies with one name."""
     names = list(dict.fromkeys(policies))
-    last = {}
-    for name in names:
+
+    def last(name: str, parts: int) -> str:
         path, variant, setting = name.partition(" (")  # a setting may have slashes of its own
-        last[name] = (path.rstrip("/").rsplit("/", 1)[-1] or path) + variant + setting
-    taken = list(last.values())
-    return {name: last[name] if taken.count(last[name]) == 1 else name for name in names}
+        pieces = path.rstrip("/").split("/")
+        return name if parts >= len(pieces) else "/".join(pieces[-parts:]) + variant + setting
+
+    short: dict[str, str] = {}
+    for parts in range(1, 2 + max((name.count("/") for name in names), default=0)):
+        taken = [last(name, parts) for name in names]
+        for name, told in zip(names, taken, strict=True):
+            if taken.count(told) == 1:
+                short.setdefault(name, told)
+    return {name: short.get(name, name) for name in names}
 
 
 def shortened(text: str, names: Mapping[str, str]) -> str:
