@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvlearn.bench.contenders import Case, Evicting, random_tensor, shapes
-from kvlearn.cache import EvictingCache
 from kvlearn.policies import resolve
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def table(
             for spec in policies:
                 held: Any = Evicting(model, spec, Case(_CONTEXT, batch), slots).cache.layers[layer]
                 took = _least(partial(_steps, held, token), 64)
-                whole = _least(partial(_read, model, spec, slots, layer, prompt), 1)
+                whole = _least(partial(_read, held, prompt), 1)
                 name = resolve(spec).label.rstrip("/").rsplit("/", 1)[-1]
                 lines.append([name, str(batch), str(slots), f"{took * 1e6:,.0f}", f"{whole * 1e3:,.1f}"])
     return lines
@@ -79,8 +78,9 @@ def _steps(layer: Any, token: Sequence[torch.Tensor]) -> None:
         _attend(layer, token, layer.seen)
 
 
-def _read(model: PreTrainedModel, spec: str, slots: int, layer: int, prompt: Sequence[torch.Tensor]) -> None:
-    _attend(EvictingCache(model, resolve(spec), slots).layers[layer], prompt, 0)
+def _read(layer: Any, prompt: Sequence[torch.Tensor]) -> None:
+    layer.reset()
+    _attend(layer, prompt, 0)
 
 
 def _attend(layer: Any, tokens: Sequence[torch.Tensor], start: int) -> None:
