@@ -31,6 +31,7 @@ class Judging:
         allocation: how slots are shared among layers and heads.
         window: tokens of a document.
         batch: documents fed together.
+        block: queries per observed block.
         beside: policies measured with the scorers, such as ``ema`` and ``oracle``.
         dtype: of the model.
         device: of the model.
@@ -47,6 +48,7 @@ class Judging:
     allocation: str = "uniform"
     window: int = 2048
     batch: int = 4
+    block: int = 32
     beside: Sequence[str] = field(default=())
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -92,12 +94,20 @@ class Judge:
             budgets=list(judging.budgets),
             window=judging.window,
             batch=judging.batch,
+            block=judging.block,
             allocation=judging.allocation,
         )
+        if self._cases is None:
+            self._cases = make_cases(self.loaded, settings, docs=judging.docs, data=judging.data, split=judging.split)
+        Comparison(self.loaded, settings, self._cases, self.store).run(notify)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model."""
         if self._loaded is None:
+            judging = self.judging
             self._loaded = load_model(judging.model, dtype=judging.dtype, device=judging.device)  # type: ignore[arg-type]  # load_model names the dtypes
-            self._cases = make_cases(self._loaded, settings, docs=judging.docs, data=judging.data, split=judging.split)
-        Comparison(self._loaded, settings, self._cases, self.store).run(notify)
+        return self._loaded
 
 
 def losses(rows: Sequence[Row], policy: str, budget: int, metric: str = "nll") -> dict[tuple[str, str], float]:
