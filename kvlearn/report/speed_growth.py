@@ -51,7 +51,7 @@ def growth_png(folder: str | Path, rows_at: int, bandwidth: float) -> bytes:
         time.set_ylabel("ms a step")
         size.set_ylabel("MiB of cache")
         size.set_xlabel(label)
-    grid[0][0].legend(frameon=False)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()
