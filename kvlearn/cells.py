@@ -21,7 +21,7 @@ MIN_COVERAGE = 0.5  # a policy with a smaller share of the cell's documents is l
 Array = npt.NDArray[np.float64]
 Document = tuple[str, str]  # domain, name
 
-_VARIANT_FIELDS = ("block", "protect", "allocation")
+_VARIANT_FIELDS = ("block", "protect", "allocation", "dtype")
 _UNTOLD = "?"
 
 

@@ -65,7 +65,7 @@ METRICS: dict[str, Metric] = {
 }
 
 KINDS = ("full", "heuristic", "floor", "learned", "oracle")
-SETTINGS = ("window", "block", "protect", "allocation", "blame")
+SETTINGS = ("window", "block", "protect", "allocation", "dtype", "blame")
 KEY_FIELDS = ("model", "task", "policy", "budget", "doc", "domain", "seed", "metric", *SETTINGS)
 
 TIMED = ("tokens_per_s", "scorer_share")

@@ -215,3 +215,15 @@ def test_corpora_lists_what_is_here_and_how_to_get_the_rest(monkeypatch, capsys)
 def test_a_budget_alone_is_refused_before_anything_is_loaded(capsys) -> None:
     assert cli.main(["generate", "no-such-model", "--budget", "64", "--prompt", "a"]) == 2
     assert "give --scorer or --policy too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "amx", "dtype"), [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda", False, "bfloat16")]
+)
+def test_text_is_read_in_the_dtype_that_the_machine_multiplies_fastest(
+    monkeypatch: pytest.MonkeyPatch, device: str, amx: bool, dtype: str
+) -> None:
+    from kvlearn.commands import options
+
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    assert options.reading_dtype(device) == dtype

@@ -75,7 +75,7 @@ def compare(
         typer.Option(help="Rows of an earlier run: exit with 1 if a policy has become worse than there."),
     ] = None,
     tolerance: Annotated[float, typer.Option(help="With --check: by how much a mean may be worse.")] = 0.001,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.ReadingDtype = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:

@@ -36,7 +36,7 @@ def trace(
     group_reduce: Annotated[
         Literal["mean", "max"], typer.Option(help="How the query heads of a KV head are reduced.")
     ] = "mean",
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.ReadingDtype = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:
