@@ -9,6 +9,9 @@ from pathlib import Path
 
 from kvlearn.errors import KvlearnError
 
+POOLED = "pooled"
+"""The heads of a layer share its slots; ``pooled:FILE`` also shares slots among layers."""
+
 
 def layer_budgets(shares: Sequence[float], budget: int, *, least: int) -> list[int]:
     """Slots per layer in proportion to ``shares``, with the same total as ``budget`` for every layer.
@@ -67,6 +70,17 @@ def recommended_budgets(shares: Sequence[float] | None, budget: object, *, least
     if not isinstance(budget, int):
         raise KvlearnError(f"allocation='scorer' shares out one number of slots, and budget is {budget!r}.")
     return [*layer_budgets(shares, budget, least=least)]
+
+
+def split_pooled(allocation: str) -> tuple[bool, str]:
+    """Whether the heads of a layer share its slots, and what shares slots among layers, empty for equal layers.
+
+    ``"pooled"`` and ``"pooled:FILE"`` pool heads; anything else is shared among layers as it says.
+    """
+    kind, colon, rest = allocation.partition(":")
+    if kind == POOLED and (rest or not colon):
+        return True, rest
+    return False, allocation
 
 
 def read_shares(path: str | Path) -> list[float]:

@@ -36,8 +36,11 @@ Progress = Callable[[str, int, int], None]
 POINTS = 4
 """Numbers of slots at which every band is measured, unless told."""
 
-KEY = ("model", "policy", "part", "slots", "doc", "domain", "seed", "window", "block", "protect", "first")
+KEY = ("model", "policy", "part", "slots", "doc", "domain", "seed", "window", "block", "protect", "first", "allocation")
 """What tells rows apart; ``first`` is the first token that counts."""
+
+Heads = Literal["uniform", "pooled"]
+"""How the slots of a layer are shared among its heads."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,10 @@ class Calibration:
         block: queries per observed block.
         protect: what may not be evicted.
         seed: of a policy that chooses at random.
+        allocation: among the heads of a bounded layer: as many slots for each (``"uniform"``), or ``"pooled"``.
 
     Raises:
-        KvlearnError: a number is out of range, or the metric unknown.
+        KvlearnError: a number is out of range, or the metric or the allocation unknown.
     """
 
     policy: str
@@ -71,8 +75,11 @@ class Calibration:
     block: int = 32
     protect: Protection = field(default_factory=Protection)
     seed: int = 0
+    allocation: Heads = "uniform"
 
     def __post_init__(self) -> None:
+        if self.allocation not in get_args(Heads):
+            raise KvlearnError(f"allocation is {self.allocation!r}; bands are measured 'uniform' or 'pooled'.")
         for name in ("width", "batch"):
             if getattr(self, name) < 1:
                 raise KvlearnError(f"{name} is {getattr(self, name)}; give a number that is 1 or more.")
@@ -109,6 +116,7 @@ def check_row(row: Any) -> Row:
     """
     if not isinstance(row, dict):
         raise KvlearnError(f"a row is a JSON object, not {type(row).__name__}.")
+    row = {"allocation": "uniform", **row}  # rows written before heads could be pooled do not say
     for name in (*KEY, *get_args(Metric)):
         if name not in row:
             raise KvlearnError(f"field {name!r} is missing: this is no row of a calibration.")
@@ -163,6 +171,7 @@ def _key(loaded: LoadedModel, settings: Calibration, policy: Policy) -> Row:
         "block": settings.block,
         "protect": f"sinks={protect.sinks},recent={protect.recent or settings.block},prompt={protect.prompt}",
         "first": settings.points[0],
+        "allocation": settings.allocation,
     }
 
 
@@ -199,7 +208,7 @@ def _measure(
                 full = task.full(Run(model, loaded.tokenizer, EvictingCache(model, **options)), batch)
             known = batch
         limits = [slots if layer in part.members else None for layer in managed]
-        cache = EvictingCache(model, Composed(policy, Full(), part), limits, **options)
+        cache = EvictingCache(model, Composed(policy, Full(), part), limits, **options, allocation=settings.allocation)
         with shortcut.from_layer(part.members[0], cache):  # what comes before the band is as in the full run
             measured = task.measure(Run(model, loaded.tokenizer, cache), batch, full, settings.points[0])
         for row, found in zip(wanted, measured, strict=True):

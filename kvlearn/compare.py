@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from kvlearn import attention, policies, tasks
+from kvlearn.allocation import split_pooled
 from kvlearn.blame import parts
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Notify = Callable[[str, int, int], None]
 """Called before each cell with its name, its number from 0, and how many cells there are."""
 
-UNIFORM, POOLED = "uniform", "pooled"
+UNIFORM = "uniform"
 
 
 class Rows(Protocol):
@@ -60,7 +61,7 @@ class Settings:
         protect: what no policy may evict.
         allocation: how the slots are shared among layers and heads, the same for every policy: ``uniform``;
             ``pooled``, where the heads of a layer share its slots, as AdaKV has it;
-            ``pyramid``, or a file or a scorer's folder with one share for each layer
+            ``pyramid``, or a file or a scorer's folder with one share for each layer; ``pooled:FILE`` does both
             (:func:`kvlearn.sharing.share_out`).
         blame: which parts of the model each policy is tried in, with the oracle everywhere else
             (:func:`kvlearn.blame.parts`); empty for none.
@@ -91,7 +92,7 @@ class Settings:
                 "allocation 'scorer' would give every policy slots of its own; name the scorer's folder instead, and "
                 "all get the same."
             )
-        if self.blame == "heads" and self.allocation == POOLED:
+        if self.blame == "heads" and split_pooled(self.allocation)[0]:
             raise KvlearnError("heads that share a pool are ranked by one policy: blame layers, or allocate otherwise.")
 
 
@@ -219,6 +220,7 @@ class Comparison:
             "block": settings.block,
             "protect": f"sinks={protect.sinks},recent={protect.recent or settings.block},prompt={protect.prompt}",
             "allocation": settings.allocation,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             **({} if cell.part is None else {"blame": str(cell.part)}),
         }
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlearn import EvictingCache, Scorer, enable
-from kvlearn.allocation import layer_budgets, read_shares
+from kvlearn.allocation import layer_budgets, read_shares, split_pooled
 from kvlearn.errors import KvlearnError
 
 
@@ -97,3 +97,33 @@ def test_a_layer_without_bound_loses_nothing_however_long(
     unbounded, bounded = held(cache)
     assert unbounded == [[set(range(sum(calls)))] * 2]
     assert bounded == [[{*range(4), *range(sum(calls) - 28, sum(calls))}] * 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pooled", (True, "")),
+        ("pooled:a/b.json", (True, "a/b.json")),
+        ("pooled:pyramid", (True, "pyramid")),
+        ("uniform", (False, "uniform")),
+        ("pooled:", (False, "pooled:")),
+        ("pooled.json", (False, "pooled.json")),
+    ],
+)
+def test_pooling_is_named_before_the_shares_of_layers(text: str, found: tuple[bool, str]) -> None:
+    assert split_pooled(text) == found
+
+
+def test_layers_with_shares_pool_the_slots_of_their_heads(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    from kvlearn.sharing import share_out
+
+    (tmp_path / "shares.json").write_text("[0.7, 1.3]")
+    model = enable(tiny_llama())
+    shared = share_out(model, 48, f"pooled:{tmp_path / 'shares.json'}", block=8)
+    assert shared["allocation"] == "pooled"
+    assert sum(shared["budget"]) == 96
+    cache = EvictingCache(model, "ema", **shared, block=8)
+    feed(model, cache, prompt(160), [8] * 20)
+    assert cache.stats()["mean_slots"] <= 48
+    assert [layer.used for layer in cache.layers] == [2 * slots for slots in shared["budget"]]
+    assert len(set(shared["budget"])) == 2

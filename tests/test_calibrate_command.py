@@ -78,3 +78,19 @@ def test_mistakes_are_told_before_anything_is_measured(
     assert message in capsys.readouterr().err
     assert not out.exists()
     assert not out.with_suffix(".rows.jsonl").exists() or not out.with_suffix(".rows.jsonl").read_text()
+
+
+def test_pooled_bands_are_measured_apart_and_used_together(made: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "pooled.json"
+    asked = ("--policy", "ema", "--budget", "32", "--slots", "20,48", "--width", "1")
+    assert run("calibrate", made, out, *asked) == 0
+    equal = json.loads(out.read_text())
+    assert run("calibrate", made, out, *asked, "--allocation", "pooled") == 0
+    found = json.loads(out.read_text())
+    assert found["allocation"] == "pooled"
+    assert [band["cost"] for band in found["bands"]] != [band["cost"] for band in equal["bands"]]
+    told = ("--policies", "ema,random", "--budgets", "32", "--allocation", f"pooled:{out}")
+    assert run("compare", made, tmp_path / "cmp", *told) == 0
+    rows = read_rows(tmp_path / "cmp" / "rows.jsonl")
+    assert {row["allocation"] for row in rows} == {f"pooled:{out}"}
+    assert not [row for row in rows if row.get("error")]

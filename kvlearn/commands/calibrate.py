@@ -33,12 +33,15 @@ def calibrate(
         "allocation.json"
     ),
     into: Annotated[Path | None, typer.Option(help="A scorer's folder, which is to recommend the allocation.")] = None,
+    allocation: Annotated[
+        Literal["uniform", "pooled"], typer.Option(help="How heads of a bounded layer share its slots.")
+    ] = "uniform",
     seed: Annotated[int, typer.Option(help="Of random choices, and of the order of documents.")] = 0,
     block: options.Block = 32,
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
     batch: Annotated[int, typer.Option(help="Documents fed together.")] = 4,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.ReadingDtype = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:
@@ -65,23 +68,24 @@ def calibrate(
         block=block,
         protect=options.protection(sinks, recent),
         seed=seed,
+        allocation=allocation,
     )
     loaded = options.load(model, dtype, device, threads)
     scorer = None if into is None else scorer_for(into, loaded)  # a mistake shows before anything is measured
     cases = text_cases(loaded.tokenizer, data, docs=docs, window=window, split=split, seed=seed)
     with bar("calibrating") as progress:
-        allocation = run(loaded, settings, cases, out.with_suffix(".rows.jsonl"), progress=progress)
-    allocation |= {"data": data, "split": split, "command": " ".join(["kvlearn", *sys.argv[1:]])}
-    write_allocation(out, allocation)
+        found = run(loaded, settings, cases, out.with_suffix(".rows.jsonl"), progress=progress)
+    found |= {"data": data, "split": split, "command": " ".join(["kvlearn", *sys.argv[1:]])}
+    write_allocation(out, found)
     console = Console()
-    console.print(_table(allocation))
-    cost = allocation["cost"]
+    console.print(_table(found))
+    cost = found["cost"]
     console.print(
         f"sum of costs at {budget} slots: {cost['equal']:.4f} with equal shares, {cost['allocated']:.4f} with these; "
         f"written to {out}"
     )
     if scorer is not None and into is not None:
-        write_into(scorer, into, allocation)
+        write_into(scorer, into, found)
         console.print(f"{into} recommends them now: EvictingCache(model, scorer, {budget}, allocation='scorer')")
 
 
