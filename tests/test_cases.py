@@ -460,8 +460,8 @@ def test_case_21_a_long_prompt_leaves_the_memory_of_the_budget(smollm2: Any) -> 
 
     def prefill(tokens: int = 3000) -> Any:
         cache = kvlearn.EvictingCache(model, "snapkv", 128)
-        feed(model, cache, ids[:, : tokens - 1], [tokens - 1], logits_to_keep=1)
-        feed(model, cache, ids[:, tokens - 1 : tokens], [1])
+        feed(model, cache, ids[:, : tokens - 2], [tokens - 2], logits_to_keep=1)
+        feed(model, cache, ids[:, tokens - 2 : tokens], [1, 1])  # from the second on, a token is known to be decoded
         return cache
 
     prefill(300)  # constants are made when they are first used

@@ -1,7 +1,7 @@
 """Training text in which what was said once is needed much later: ``retrieval``, made from a seed and other text.
 
 A document is lines of a built-in corpus with facts among them (:mod:`kvlearn.corpora.facts`), most of them in its
-first half, and each asked for once or twice at distances of all orders up to the length of the document; some are never
+first half, and each asked for once or twice at distances that are log-uniform up to the length of the document; some are never
 asked for. The answers stand in the text, so that a model that reads it looks back at what was said.
 """
 
@@ -148,7 +148,7 @@ def _placed(rng: random.Random, facts: Sequence[Fact], measure: Callable[[str], 
         cost = measure(fact.asked)
         for _ in range(2 if rng.random() < _AGAIN else 1):
             most = 1.0 - place
-            distance = rng.uniform(0.7, 1.0) if fact.first else _NEAREST * (most / _NEAREST) ** rng.random() ** 0.5
+            distance = rng.uniform(0.7, 1.0) if fact.first else _NEAREST * (most / _NEAREST) ** rng.random()
             events.append(_Event(place + distance, fact.asked, cost))
     return events
 
