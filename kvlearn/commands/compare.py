@@ -52,7 +52,7 @@ def compare(
         str,
         typer.Option(
             help="How slots are shared, the same for every policy: uniform; pooled, among the heads of a layer; "
-            "pyramid; or a JSON file of shares per layer, or the folder of a scorer that has them."
+            "pyramid; a JSON file of shares per layer, or the folder of a scorer that has them; or pooled:FILE."
         ),
     ] = "uniform",
     blame: Annotated[

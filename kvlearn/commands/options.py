@@ -30,8 +30,8 @@ Sinks = Annotated[int, typer.Option(help="First tokens of each row that no polic
 SharedOut = Annotated[
     str,
     typer.Option(
-        help="How slots are shared: uniform; pooled, among the heads of a layer; pyramid; scorer, as it recommends; or "
-        "a JSON file of shares per layer, or the folder of a scorer that has them."
+        help="How slots are shared: uniform; pooled, among the heads of a layer; pyramid; scorer, as it recommends; a "
+        "JSON file of shares per layer, or the folder of a scorer that has them; or pooled:FILE, which is both."
     ),
 ]
 Recent = Annotated[int | None, typer.Option(help="Latest tokens that no policy may evict; one block by default.")]
