@@ -1,8 +1,8 @@
 """Training text in which what was said once is needed much later: ``retrieval``, made from a seed and other text.
 
 A document is lines of a built-in corpus with facts among them (:mod:`kvlearn.corpora.facts`), most of them in its
-first half, and each asked for once or twice at distances that are log-uniform up to the length of the document; some are never
-asked for. The answers stand in the text, so that a model that reads it looks back at what was said.
+first half, and each asked for once or twice at distances that are log-uniform up to the length of the document; some
+are never asked for. The answers stand in the text, so that a model that reads it looks back at what was said.
 """
 
 from __future__ import annotations
