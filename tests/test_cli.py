@@ -223,7 +223,7 @@ def test_a_budget_alone_is_refused_before_anything_is_loaded(capsys) -> None:
 def test_text_is_read_in_the_dtype_that_the_machine_multiplies_fastest(
     monkeypatch: pytest.MonkeyPatch, device: str, amx: bool, dtype: str
 ) -> None:
-    from kvlearn.commands import options
+    from kvlearn.models import reading_dtype
 
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    assert options.reading_dtype(device) == dtype
+    assert reading_dtype(device) == dtype

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvlearn.compare import Comparison, Settings, make_cases
 from kvlearn.errors import KvlearnError
-from kvlearn.models import LoadedModel, load_model
+from kvlearn.models import LoadedModel, load_model, reading_dtype
 from kvlearn.rows import Row, RowStore, loss
 
 Notify = Callable[[str, int, int], None]
@@ -33,7 +33,7 @@ class Judging:
         batch: documents fed together.
         block: queries per observed block.
         beside: policies measured with the scorers, such as ``ema`` and ``oracle``.
-        dtype: of the model.
+        dtype: of the model; by default that of :func:`kvlearn.models.reading_dtype`.
         device: of the model.
 
     Raises:
@@ -50,7 +50,7 @@ class Judging:
     batch: int = 4
     block: int = 32
     beside: Sequence[str] = field(default=())
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -106,7 +106,8 @@ class Judge:
         """The model."""
         if self._loaded is None:
             judging = self.judging
-            self._loaded = load_model(judging.model, dtype=judging.dtype, device=judging.device)  # type: ignore[arg-type]  # load_model names the dtypes
+            dtype: Any = judging.dtype or reading_dtype(judging.device)
+            self._loaded = load_model(judging.model, dtype=dtype, device=judging.device)
         return self._loaded
 
 

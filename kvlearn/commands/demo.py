@@ -32,7 +32,7 @@ def demo(
 
     sizes = Sizes()
     step(1, f"load {MODEL} and the scorer that comes with kvlearn")
-    loaded = options.load(MODEL, "bfloat16", "cpu", threads)
+    loaded = options.load(MODEL, None, "cpu", threads)
     attention.enable(loaded.model)
     out.mkdir(parents=True, exist_ok=True)
     job = Demo(loaded, out, sizes)

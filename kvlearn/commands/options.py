@@ -37,25 +37,14 @@ SharedOut = Annotated[
 Recent = Annotated[int | None, typer.Option(help="Latest tokens that no policy may evict; one block by default.")]
 
 
-def reading_dtype(device: str) -> str:
-    """The dtype in which a model reads many tokens at a time fastest.
-
-    A CPU without AMX multiplies matrices in bfloat16 at half the speed of float32. Decoding, which waits for memory
-    rather than for arithmetic, is faster in bfloat16 on any.
-    """
-    import torch
-
-    return "float32" if device == "cpu" and not torch.cpu._is_amx_tile_supported() else "bfloat16"
-
-
 def load(model: str, dtype: str | None, device: str, threads: int | None) -> LoadedModel:
-    """The model on its device, with the threads set; without a dtype, in that of :func:`reading_dtype`."""
+    """The model on its device, with the threads set; without a dtype, in the one to read text in."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
     from transformers.utils import logging
 
-    from kvlearn.models import load_model
+    from kvlearn.models import load_model, reading_dtype
 
     logging.disable_progress_bar()
     if threads is not None:
