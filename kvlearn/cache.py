@@ -166,8 +166,7 @@ class EvictingCache(Cache):
 
     def warn_of_length(self, layer: int, count: int) -> None:
         """Say once that ``count`` more tokens in a managed layer make a longer text than the model was made for."""
-        length = self.get_seq_length(layer) + count
-        if self._most_positions is not None and length > self._most_positions:
+        if self._most_positions is not None and (length := self.get_seq_length(layer) + count) > self._most_positions:
             warnings.warn(
                 f"the text is {length} tokens long and the model has {self._most_positions} positions, so its output "
                 "may degrade; EvictingCache(positions='compact') counts positions within the cache instead.",

@@ -76,7 +76,7 @@ def dynamic_features(state: Tensor, pos: Tensor, length: Tensor, out: Tensor | N
     first = history.FIELDS.index(f"ema{HALF_LIVES[0]}")
     rates = age.new_tensor([-0.6931471805599453 / half_life for half_life in HALF_LIVES])
     exposure = torch.expm1(age[:, :, None] * rates[:, None]).neg_()
-    masses[:, :, first : first + len(HALF_LIVES)] /= exposure
+    masses[:, :, first : first + len(HALF_LIVES)].div_(exposure)
     masses.add_(FLOOR).log_()
     out[:, :, _HITS] = state[:, :, history.FIELDS.index("hits")]
     spans = history.FIELDS.index("idle")  # and "gap"

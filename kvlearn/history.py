@@ -113,6 +113,17 @@ def decays(queries: Tensor) -> list[Decay]:
     Args:
         queries: ``[N, B]`` number of queries of each block in each row; 0 leaves the row's history as it is.
     """
+    if len(queries) == 1 and queries.device.type == "cpu":  # decoding, where every layer and block asks the same
+        return _decays_of(tuple(queries[0].tolist()), torch.is_inference_mode_enabled())
+    return _decays(queries)
+
+
+@lru_cache(maxsize=16)
+def _decays_of(queries: tuple[int, ...], _: bool) -> list[Decay]:
+    return _decays(torch.tensor([queries]))  # what is made in inference mode is not used outside of it
+
+
+def _decays(queries: Tensor) -> list[Decay]:
     # In float64: torch's vectorised and scalar float32 exp2 differ in the last bit, and bits must be equal.
     exact = queries.double()[..., None]
     half_lives = exact.new_tensor([math.inf if h is None else h for h in _FADES])
@@ -166,14 +177,13 @@ def fold(state: Tensor, mass: Tensor, decay: Decay, age: Tensor) -> None:
     age = age.to(old.dtype).clamp_(min=1.0)
     new = old * decay.keep
     i = 1 + len(HALF_LIVES)
-    new[:, :, :i] += mean[:, :, None] * decay.gain
+    new[:, :, :i].add_(mean[:, :, None] * decay.gain)
     # A token's first block has queries that came before it: its mean over them all is spread over its own age.
     share = n / age
-    new[:, :, i] *= 1 - share.clamp(max=1.0)
-    new[:, :, i] += mean * share
+    new[:, :, i].mul_(1 - share.clamp(max=1.0)).add_(mean * share)
     torch.maximum(new[:, :, i + 1], peak, out=new[:, :, i + 1])
     hit = (peak >= HIT_MASS).to(old.dtype)
-    new[:, :, i + 2] += hit
+    new[:, :, i + 2].add_(hit)
     idle = torch.minimum(old[:, :, i + 3] + n, age)
     ended = idle * hit  # the stretch that a hit ends, 0 where none does
     torch.sub(idle, ended, out=new[:, :, i + 3])

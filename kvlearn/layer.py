@@ -107,6 +107,7 @@ class EvictingLayer(Observer):
         self.scale, self.softcap = scale, softcap
         nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
         self.check_prompt(nth)
+        self.complete()
         if count > 1:
             self.close_block()
         pos = (self.length[:, None] + (nth - 1)).int()
@@ -185,13 +186,14 @@ class EvictingLayer(Observer):
         if budget.slots is None:
             self.grow(self.used + count * self.lanes)
         free = self.keys.shape[2] - self.used
-        want = (count if count > 1 else budget.block) * self.lanes
+        want, self.fresh = (count if count > 1 else budget.block) * self.lanes, False
         if self.config.policy.kind == "full" or budget.slots is None:  # no victims while one more token fits
             want = min(want, max(free, count * self.lanes))
         if free >= want:
             if self.uneven:  # rows have different empty slots: the lowest index first
                 self.order = (self.pos >= 0).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :want]
             else:
+                self.fresh = True
                 order = torch.arange(self.used, self.used + want, device=self.device)
                 self.order = order.expand(*self.pos.shape[:2], want)
         elif count > budget.block:
@@ -281,7 +283,7 @@ class EvictingLayer(Observer):
     def _attend_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
         keys, values, end = self.keys, self.values, self.used
         if end < keys.shape[2]:
-            keys, values = keys[:, :, :end], values[:, :, :end]
+            keys, values = keys.narrow(2, 0, end), values.narrow(2, 0, end)
         return decode_attention(
             query,
             keys,

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvlearn import history
 from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.observe import fold, observe
 from kvlearn.policies.base import Slots
-from kvlearn.slots import SlotStore
+from kvlearn.waiting import WaitingStore
 
 
-class Observer(SlotStore):
+class Observer(WaitingStore):
     """Slots whose history follows what they are given."""
 
     @property
@@ -46,11 +45,7 @@ class Observer(SlotStore):
         if not self.uneven:
             self.query_pos = self.pos.new_full((self.pos.shape[0], self.config.budget.block), -1)
             self.query_pos[:, : self.open] = self._latest(self.open)
-        self.uneven = True
-
-    def _latest(self, count: int) -> Tensor:
-        """``[B, count]`` int32 positions of each row's latest tokens."""
-        return (self.length[:, None] + torch.arange(-count, 0, device=self.device)).int()
+        self.uneven, self.fresh = True, False
 
     def close_block(self) -> None:
         """Observe the queries kept since the last block ended, and drop what was planned for the rest of the block."""
@@ -60,7 +55,7 @@ class Observer(SlotStore):
         count, self.open = self.open, 0
         self.order, self.cursor = self.order[..., :0], 0
         if self._observing:
-            query, lse, slots = self.queries[:, :, :count], self.lse[:, :, :count], self.held()
+            query, lse, slots = self.queries[:, :, :count], self.lse[:, :, :count], self.held(static=False)
             query_pos = self.query_pos[:, :count] if self.uneven else self._latest(count)
             self._observe(query, lse, query_pos, slots, own_keys_last=False)
             self._store_observed(slots)

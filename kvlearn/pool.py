@@ -136,9 +136,9 @@ class PooledLayer(EvictingLayer):
         """``[B, H, S]`` int32 logical positions by head, -1 at the end of heads that hold fewer than most."""
         return ByHead.of(self._ragged(), super().held()).pos
 
-    def held(self) -> Slots:
+    def held(self, static: bool = True) -> Slots:
         """What a policy may read of the slots in use, gathered by head."""
-        return ByHead.of(self._ragged(), super().held())
+        return ByHead.of(self._ragged(), super().held(static))
 
     def write(self, target: Tensor, call: Call) -> None:
         """Store the call's tokens, one slot for each head, in the order of ``target`` ``[B, 1, C * H]``."""

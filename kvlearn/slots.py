@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlearn import history
-from kvlearn.kernels.launch import Impl, use_triton
-from kvlearn.kernels.replace import Ahead, copy_rows
+from kvlearn.kernels.launch import Impl
+from kvlearn.kernels.replace import Ahead
 from kvlearn.kernels.replace import expand as expand
 from kvlearn.kernels.replace import replace as replace_slots
-from kvlearn.kernels.replace.reference import flat_rows, store
-from kvlearn.policies.base import Faults, Policy, Queries, Slots
+from kvlearn.kernels.replace.reference import store
+from kvlearn.policies.base import Faults, Policy
 from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce
 
@@ -106,7 +106,8 @@ class LayerConfig:
 class SlotStore(CacheLayerMixin):
     """Slots of one layer, with every piece of state that belongs to them.
 
-    The slot dimension of each tensor is in :data:`SLOT_DIM`; everything in ``_ROW_STATE`` has the batch first.
+    The slot dimension of each tensor is in :data:`SLOT_DIM`; everything in ``_ROW_STATE`` has the batch first. What is
+    left for later when a token is decoded is the business of :mod:`kvlearn.waiting`.
 
     Attributes (``None`` before the first call):
         keys, values: ``[B, H, S, D]``, allocated once.
@@ -121,7 +122,7 @@ class SlotStore(CacheLayerMixin):
         guarded: ``[B, T]`` bool tokens that the caller protects, by logical position, or ``None``.
         recent: ``[B, H * G, C, D]`` the latest queries, if the policy reads them.
         turned: ``[B, C]`` int64 positions that rotated them, -1 for padding.
-        waiting_ids: ``[B, C]`` int64 positions that rotated the keys of the tokens that wait (:meth:`settle`).
+        waiting_ids: ``[B, C]`` int64 positions that rotated the keys of the tokens that wait for static inputs.
         offset: ``[B]`` int64 position within the cache less logical position, of tokens written in this block.
     """
 
@@ -159,7 +160,9 @@ class SlotStore(CacheLayerMixin):
         self.used = 0  # slots [0, used) may hold a token in some row
         self.cursor = 0  # next entry of `order`
         self.open = 0  # queries of the block that has not been observed yet
-        self.waiting = 0  # latest tokens of the block that have keys, values and positions alone
+        self.waiting = 0  # latest tokens of the block that have keys and values alone
+        self.fresh = False  # `order` names slots that never held a token, from `used` on
+        self.bare = 0  # latest tokens, all in slots that were fresh, without static inputs
         self.uneven = False  # some row had padding, so `used` slots are not all valid
         self.decoding = False  # a single-token call has been made: the prompt is over
         self.pending = False  # `update` was called and `attend` was not yet
@@ -239,89 +242,6 @@ class SlotStore(CacheLayerMixin):
             store(self.plain, 2, target, call.plain, call.pos, call.valid is not None)
         self.used = min(self.keys.shape[2], self.used + target.shape[-1])
 
-    def write_waiting(self, key: Tensor, value: Tensor, position_ids: Tensor | None) -> None:
-        """Store what the next query needs of a single token per row; the rest waits until :meth:`settle`."""
-        at = self.cursor
-        if use_triton(self.config.impl, self.keys):
-            replace_slots(
-                self.keys,
-                self.values,
-                self.pos,
-                target=self.order[..., at : at + 1],
-                key=key,
-                value=value,
-                new_pos=self.length[:, None].int(),
-                impl=self.config.impl,
-            )
-        else:
-            if self.ahead is None or self.ahead.order is not self.order:
-                self.ahead = Ahead.of(self.order, self.length - at, self.keys.shape[2])
-            rows = self.ahead.rows[at]
-            copy_rows(self.keys, rows, key)
-            copy_rows(self.values, rows, value)
-            copy_rows(self.pos, rows, self.ahead.pos[at])
-        if "static" in self.config.policy.reads:
-            if position_ids is None:
-                position_ids = torch.full((1, 1), self.seen, device=self.device)
-            if self.waiting_ids is None:
-                self.waiting_ids = position_ids.new_zeros(self.pos.shape[0], self.config.budget.block)
-            self.waiting_ids.narrow(1, self.waiting, 1).copy_(position_ids)
-        self.cursor = at + 1
-        self.waiting += 1
-        self.used = min(self.keys.shape[2], self.used + 1)
-
-    def settle(self) -> None:
-        """Give the tokens that wait their static inputs, and their slots an empty history.
-
-        Nothing reads these before the block ends, and for all of its tokens at once they cost little more than for one.
-        """
-        count, self.waiting = self.waiting, 0
-        if count == 0 or not self.config.policy.reads & {"history", "last_query", "static"}:
-            return
-        target = self.order[..., self.cursor - count : self.cursor]
-        rows = flat_rows(target, self.keys.shape[2])
-        static = self._waiting_static(target, rows, count) if self.waiting_ids is not None else None
-        if use_triton(self.config.impl, self.keys):
-            key, value = (self._slots_at(slots, target, rows) for slots in (self.keys, self.values))
-            replace_slots(
-                self.keys,
-                self.values,
-                self.pos,
-                state=self.state,
-                static=None if static is None else self.static,
-                last_query=self.last_query,
-                target=target,
-                key=key,
-                value=value,
-                new_pos=self.pos.gather(-1, target)[:, 0],
-                new_static=static,
-                impl=self.config.impl,
-            )
-            return
-        if static is not None:
-            copy_rows(self.static, rows, static)
-        for slots, dim in ((self.state, 3), (self.last_query, 2)):
-            if slots is not None:
-                slots.scatter_(dim, expand(target, slots, dim), 0)
-
-    def _waiting_static(self, target: Tensor, rows: Tensor, count: int) -> Tensor | None:
-        if self.config.unrotate is None:
-            return None
-        key, value = (self._slots_at(slots, target, rows) for slots in (self.keys, self.values))
-        return self.static_of(self.config.unrotate(key, self.waiting_ids[:, :count]), value)
-
-    @staticmethod
-    def _slots_at(slots: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-        """``[B, H, C, D]`` what lies at ``target``."""
-        return slots.flatten(0, 2).index_select(0, rows).view(*target.shape, -1)
-
-    def static_of(self, plain: Tensor, value: Tensor) -> Tensor | None:
-        """``[B, H, C, R]`` static score inputs of tokens, for which there is room from the first ones on."""
-        static = self.config.policy.static(self.config.index, plain, value)
-        if static is not None and self.static is None:
-            self.static = static.new_zeros(*self.pos.shape, static.shape[-1])
-        return static
-
     def grow(self, needed: int) -> None:
         """Add slots; only without a budget."""
         capacity = self.keys.shape[2]
@@ -335,11 +255,6 @@ class SlotStore(CacheLayerMixin):
                 shape[dim] = extra
                 more = tensor.new_full(shape, -1 if name == "pos" else 0)
                 setattr(self, name, torch.cat([tensor, more], dim=dim))
-
-    @property
-    def first_prompt(self) -> Tensor:
-        """``[B]`` int64 tokens of each row's first prompt, which goes on growing until decoding begins."""
-        return self.prompt_length if self.decoding else self.length
 
     def keep_recent(self, query: Tensor, positions: Tensor) -> None:
         """Keep the latest of ``[B, H * G, C, D]`` queries and those kept, for a policy that reads them.
@@ -355,44 +270,3 @@ class SlotStore(CacheLayerMixin):
             positions = positions.gather(-1, order)
         window = self.config.policy.query_window
         self.recent, self.turned = query[:, :, -window:].clone(), positions[:, -window:].clone()
-
-    def positions(self) -> Tensor:
-        """``[B, H, S]`` int32 logical position of the token in each slot, -1 where empty."""
-        return self.pos
-
-    def held(self) -> Slots:
-        """What a policy may read of the slots in use."""
-        self.settle()
-
-        def narrow(name: str) -> Any:
-            tensor = getattr(self, name)
-            return tensor if tensor is None else tensor.narrow(SLOT_DIM[name], 0, self.used)
-
-        return Slots(
-            layer=self.config.index,
-            length=self.length,
-            prompt_length=self.first_prompt,
-            budget=self.config.budget.slots or self.keys.shape[2],
-            block=self.config.budget.block,
-            impl=self.config.impl,
-            queries=None if self.recent is None else Queries(self.recent, self.turned, self.scale, self.config.rotary),
-            **{name: narrow(name) for name in SLOT_DIM},
-        )
-
-    def joined(self, call: Call) -> Slots:
-        """What is held and the call's own tokens, as one."""
-        held = self.held()
-        shape = (*call.key.shape[:2], call.count)
-        own: dict[str, Any] = {
-            "keys": call.key,
-            "values": call.value,
-            "pos": call.pos[:, None].expand(shape),
-            "static": call.static,
-            "plain": call.plain,
-            "state": None if held.state is None else history.empty(shape, self.device),
-            "last_query": None if held.last_query is None else held.last_query.new_zeros(shape),
-        }
-        for name, tensor in own.items():
-            if tensor is not None:
-                own[name] = torch.cat([getattr(held, name), tensor], dim=SLOT_DIM[name])
-        return replace(held, **own)

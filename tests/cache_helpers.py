@@ -145,6 +145,7 @@ def permute_slots(cache: Any, seed: int) -> None:
     """Lay out the used slots of every row and head anew, at random, with all that belongs to them."""
     generator = torch.Generator().manual_seed(seed)
     for layer in cache.evicting_layers():
+        layer.complete()  # tokens that wait are known by their slots
         used, shape = layer.used, layer.pos.shape
         order = torch.arange(shape[2]).expand(shape).clone()
         order[..., :used] = torch.rand(*shape[:2], used, generator=generator).argsort(-1)

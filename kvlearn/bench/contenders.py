@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.integrations import sdpa_attention
 
-from kvlearn import attention, layer, observation, slots
+from kvlearn import attention, layer, observation, slots, waiting
 from kvlearn.bench.parts import Place
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
@@ -233,7 +233,7 @@ def evicting_places(policy: Policy) -> tuple[Place, ...]:
     """Where the time of an :class:`EvictingCache` goes."""
     return (
         (slots, "replace_slots", "replace"),
-        (slots, "copy_rows", "replace"),
+        *((waiting, name, "replace") for name in ("replace_slots", "copy_rows", "append")),
         (layer, "decode_attention", "attention"),
         (observation, "observe", "observe"),
         (layer, "select_victims", "select"),

@@ -97,7 +97,7 @@ def block_masses(
     work = rows.dtype
     # Allocated once: fresh memory costs more than what is computed in it.
     largest = group * slots * max(end - start for start, end in bounds)
-    space = torch.empty(max(TILE, largest), dtype=work, device=query.device)
+    space = torch.empty(max(min(TILE, pairs * group * slots * queries), largest), dtype=work, device=query.device)
     done = 0
     whole = bool((key_pos >= 0).all())  # no empty slot among the keys
     # Then all keys before the queries' own are visible to them, and a triangle of these.
@@ -138,7 +138,7 @@ def block_masses(
         for n, (_, stop) in enumerate(strip):
             seen = width - (end - stop) if own_keys_last else width
             mass = both[:, :, n, :seen].view(2, batch, heads, seen)
-            mass[0] /= counts[done + n].clamp(min=1).view(batch, 1, 1)
+            mass[0].div_(counts[done + n].clamp(min=1).view(batch, 1, 1))
             yield BlockMass(mass, last[:, :seen].view(batch, heads, seen))
         done += len(strip)
 
@@ -156,8 +156,7 @@ def _operands(
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     norm = (lse.to(work) * _LOG2_E + (math.log2(group) if group_reduce == "mean" else 0.0)).reshape(pairs, group, -1)
     rows = query.new_empty(pairs, group, query.shape[2], dim + extra, dtype=work)
-    rows[..., :dim] = query.reshape(pairs, group, -1, dim)
-    rows[..., :dim] *= scale * _LOG2_E if softcap is None else scale
+    rows[..., :dim].copy_(query.reshape(pairs, group, -1, dim)).mul_(scale * _LOG2_E if softcap is None else scale)
     columns = key.new_empty(pairs, key.shape[2], dim + extra, dtype=work)
     columns[..., :dim] = key.reshape(pairs, -1, dim)
     if extra:

@@ -29,7 +29,7 @@ def _flash_cpu(
     batch, query_heads, queries, dim = query.shape
     heads, slots = key.shape[1], key.shape[2]
     group = query_heads // heads
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     bias = None
     if visible is not None:
         bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -torch.inf)

@@ -43,26 +43,36 @@ def copy_rows(slots: Tensor, rows: Tensor, fresh: Tensor) -> None:
     slots.view(-1, *tail).index_copy_(0, rows, fresh.reshape(-1, *tail))
 
 
+def append(slots: Tensor, at: int, fresh: Tensor) -> None:
+    """Write ``fresh`` ``[B, H, 1, D]`` to the same slot of every row and head of ``[B, H, S, D]``."""
+    slots.narrow(2, at, 1).copy_(fresh)
+
+
 class Ahead(NamedTuple):
     """Where the tokens of a block will go, one of every row at a time, made at once for all of them.
 
     Attributes:
         order: ``[B, H, M]`` the slots that this was made of.
         rows: ``[M, B * H]`` int64 rows of :func:`copy_rows`.
-        pos: ``[M, B * H]`` int32 logical positions.
+        each: its ``M`` rows.
+        pos: ``[M, B * H]`` int32 logical positions, or ``None``.
     """
 
     order: Tensor
     rows: Tensor
-    pos: Tensor
+    each: tuple[Tensor, ...]
+    pos: Tensor | None
 
     @classmethod
-    def of(cls, order: Tensor, first: Tensor, slots: int) -> Ahead:
-        """For an order of which entry 0 takes position ``first`` ``[B]`` in storage of ``slots`` slots."""
+    def of(cls, order: Tensor, first: Tensor | None, slots: int) -> Ahead:
+        """For an order of which entry 0 takes position ``first`` ``[B]``, if asked, in storage of ``slots`` slots."""
         _, heads, count = order.shape
-        pos = (first + torch.arange(count, device=order.device)[:, None]).int()
         rows = flat_rows(order, slots).view(-1, count).t().contiguous()
-        return cls(order, rows, pos[..., None].expand(-1, -1, heads).reshape(count, -1))
+        pos = None
+        if first is not None:
+            pos = (first + torch.arange(count, device=order.device)[:, None]).int()
+            pos = pos[..., None].expand(-1, -1, heads).reshape(count, -1)
+        return cls(order, rows, rows.unbind(0), pos)
 
 
 def flat_rows(target: Tensor, slots: int) -> Tensor:
