@@ -19,6 +19,7 @@ from torch import Tensor
 from kvlearn.attention import tag
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.decode_attention import decode_attention
+from kvlearn.kernels.launch import use_triton
 from kvlearn.observation import Observer
 from kvlearn.policies.base import Faults, Slots, select_victims
 from kvlearn.slots import SLOT_DIM, Call, expand
@@ -193,7 +194,7 @@ class EvictingLayer(Observer):
             if self.uneven:  # rows have different empty slots: the lowest index first
                 self.order = (self.pos >= 0).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :want]
             else:
-                self.fresh = True
+                self.fresh = not use_triton(self.config.impl, self.keys)  # a kernel writes all that a token has
                 order = torch.arange(self.used, self.used + want, device=self.device)
                 self.order = order.expand(*self.pos.shape[:2], want)
         elif count > budget.block:

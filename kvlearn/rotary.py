@@ -80,16 +80,24 @@ class Unrotator:
         return self._rotate(wide, *self._inverse(position_ids, wide)).to(keys.dtype)
 
     def _inverse(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine that undo those of positions ``[B, C]``; those of a block are kept for the next layer."""
-        known, here = self._latest, (position_ids.device, torch.is_inference_mode_enabled())
+        """Cosine and sine that undo those of positions ``[B, C]``; on a CPU those of a block serve the next layer too.
+
+        A GPU would have to be waited for to know that the positions are the same.
+        """
+        if position_ids.device.type != "cpu":
+            return self._undoing(position_ids, like)
+        known, inference = self._latest, torch.is_inference_mode_enabled()
         # What is made in inference mode cannot serve outside of it.
-        if known is None or (known[0].device, known[0].is_inference()) != here or not known[0].equal(position_ids):
-            cos, sin = self.angles(position_ids, like)
-            # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
-            factor = cos.square() + sin.square()
-            known = (position_ids.clone(), cos / factor, -sin / factor)
+        if known is None or known[0].is_inference() != inference or not known[0].equal(position_ids):
+            known = (position_ids.clone(), *self._undoing(position_ids, like))
             self._latest = known if position_ids.shape[1] <= _KEPT else None
         return known[1:]
+
+    def _undoing(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.angles(position_ids, like)
+        # Some scalings multiply cosine and sine by a factor; dividing by its square makes the inverse exact.
+        factor = cos.square() + sin.square()
+        return cos / factor, -sin / factor
 
     @property
     def nbytes(self) -> int:

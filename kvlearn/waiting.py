@@ -7,6 +7,9 @@ nothing is selected, so they wait until the first block that evicts.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +25,18 @@ from kvlearn.policies.base import Queries, Slots
 from kvlearn.slots import SLOT_DIM, Call, SlotStore
 
 _AT_ONCE = 256  # tokens whose static inputs are made at once; more would take memory and no less time
+
+
+def _as_made(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Run in inference mode what writes slots that were made in it: outside of it they cannot be written."""
+
+    @functools.wraps(method)
+    def run(self: WaitingStore) -> None:
+        made = self.pos is not None and self.pos.is_inference() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode() if made else contextlib.nullcontext():
+            method(self)
+
+    return run
 
 
 class WaitingStore(SlotStore):
@@ -76,6 +91,7 @@ class WaitingStore(SlotStore):
         self.waiting_ids.narrow(1, at, 1).copy_(position_ids)
         self.bare += self.fresh
 
+    @_as_made
     def settle(self) -> None:
         """Give the tokens that wait their positions, and their slots an empty history.
 
@@ -115,6 +131,7 @@ class WaitingStore(SlotStore):
             if slots is not None:
                 slots.scatter_(dim, expand(target, slots, dim), 0)
 
+    @_as_made
     def complete(self) -> None:
         """Leave nothing for later."""
         self.settle()
@@ -128,6 +145,7 @@ class WaitingStore(SlotStore):
         if count:
             self.waiting_ids = None  # it had room for every free slot
 
+    @_as_made
     def _place_waiting(self) -> None:
         """Positions of the tokens that wait, where they were not told as they came."""
         count = self.waiting

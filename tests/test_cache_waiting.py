@@ -109,3 +109,12 @@ def test_a_layer_without_bound_goes_on_waiting(model: Any, monkeypatch: pytest.M
         state(watched)
         assert torch.equal(*logits)
     assert_equal(watched, left)
+
+
+@pytest.mark.parametrize("tokens", [12, 40], ids=["free slots", "full"])
+def test_what_was_decoded_in_inference_mode_can_be_looked_at_outside(model: Any, tokens: int) -> None:
+    cache = make(model, "learned")
+    with torch.inference_mode():
+        feed(model, cache, prompt(tokens + 3), [tokens, 1, 1, 1])
+    assert tokens + 2 in held(cache)[0][0][0], "the latest token is not told"
+    assert state(cache)

@@ -149,7 +149,7 @@ def test_the_command_writes_a_page_and_plots(tmp_path: Path, capsys: pytest.Capt
     assert len(list(folder.glob("*.png"))) == 5
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.glob("*.png"))
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
-    assert "neither a trace's folder nor the rows" in capsys.readouterr().err
+    assert "neither a trace's folder (trace.json) nor the rows" in capsys.readouterr().err
 
 
 def test_the_command_makes_the_page_of_rows_again(tmp_path: Path) -> None:
