@@ -12,14 +12,11 @@ import yaml
 
 pytest.importorskip("lightning", reason="training needs the extra kvlearn[train]")
 
-from task_helpers import byte_tokenizer, text_folder
-from tiny import tiny_llama
+from tracing_helpers import model_and_trace
 
 import train.rounds
-from kvlearn.models import load_model
 from kvlearn.rows import read_rows
 from kvlearn.traces.dataset import Trace
-from kvlearn.tracing import trace
 from train.__main__ import main
 from train.rounds import lines, parse
 
@@ -29,12 +26,7 @@ WINDOW = 256
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("rounds")
-    tiny_llama(vocabulary=257).save_pretrained(root / "model")
-    byte_tokenizer().save_pretrained(root / "model")
-    (root / "texts").mkdir()
-    text_folder(root / "texts", documents=40, characters=800)
-    loaded = load_model(str(root / "model"), dtype="float32")
-    trace(loaded, str(root / "texts"), root / "trace", tokens=3 * WINDOW, window=WINDOW)
+    model_and_trace(root, windows=3, window=WINDOW)
     recipe = {
         "data": {"train": [str(root / "trace")], "holdout": 0.4, "min_tokens": 96, "boundaries_per_window": 2},
         "model": {"kind": "linear", "encoder": "none", "budgets": [96], "calibration_windows": 1},

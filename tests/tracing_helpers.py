@@ -11,13 +11,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from task_helpers import byte_tokenizer, text_folder
 from tiny import tiny_llama
 from torch import Tensor
 
 import kvlearn
 from kvlearn.attention import cache_argument
+from kvlearn.models import load_model
 from kvlearn.traces import Feed, Layout, Manifest, TraceWriter, WindowRecorder, collect
 from kvlearn.traces import format as trace_format
+from kvlearn.tracing import trace
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,16 @@ def tiny_trace(
     layout = layout_of(model, window, block)
     writer = TraceWriter(folder, manifest_of(layout, windows, **changes))
     return collect(random_windows(windows, window), writer, feeds(model, block))
+
+
+def model_and_trace(root: Path, windows: int, window: int) -> None:
+    """A tiny model with its tokenizer, texts, and a trace of the model over them, in folders that are named so."""
+    tiny_llama(vocabulary=257).save_pretrained(root / "model")
+    byte_tokenizer().save_pretrained(root / "model")
+    (root / "texts").mkdir()
+    text_folder(root / "texts", documents=40, characters=800)
+    loaded = load_model(str(root / "model"), dtype="float32")
+    trace(loaded, str(root / "texts"), root / "trace", tokens=windows * window, window=window)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -269,7 +269,7 @@ def parse(arguments: Sequence[str]) -> tuple[Rounds, int | None, int | None]:
     add("--budgets", default="128,256,512", help="slots to judge at")
     add("--allocation", default="uniform", help="how slots are shared when judging")
     add("--beside", default="", help="policies to judge as well, such as ema,oracle")
-    add("--dtype", default="bfloat16", help="of the model")
+    add("--dtype", help="of the model; if not given, that which reads text fastest here")
     add("--device", default="cpu", help="of the model")
     add("--threads", type=int, help="CPU threads; all cores if not given")
     options = parser.parse_args(arguments)
