@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvlearn.errors import KvlearnError
@@ -13,6 +14,34 @@ from kvlearn.policies.oracle import Oracle
 from kvlearn.shipped import shipped
 from kvlearn.tasks import TASKS
 
+HELD_OUT = "git-docs,transformers-code,chitchat"
+"""Built-in corpora of three kinds of text that the shipped scorers were not trained on."""
+
+RETRIEVAL = ("kv-recall", "passkey")
+"""Tasks whose questions come long after what they ask for, and that SmolLM2-135M solves with the full cache."""
+
+BEST_EMA = "ema"
+"""The moving average with the half-life that lost least on the validation split of :data:`HELD_OUT`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tasks that are measured alike.
+
+    Attributes:
+        tasks: names.
+        budgets: slots per KV head and layer.
+        window: tokens of each document; ``None`` is what a task takes by default.
+        docs: documents of each task.
+        batch: documents measured together.
+    """
+
+    tasks: tuple[str, ...] = ("lm",)
+    budgets: tuple[int, ...] = (256, 512)
+    window: int | None = None
+    docs: int = 12
+    batch: int = 4
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -20,43 +49,73 @@ class Preset:
 
     Attributes:
         policies: names and folders of scorers; ``None``: they must be given.
-        budgets: slots per KV head and layer.
-        tasks: names.
-        docs: documents of each task.
-        window: tokens of each; ``None`` is what a task takes by default.
-        batch: documents measured together.
+        parts: what is measured, one after the other.
+        data: texts for language modelling.
+        allocation: how slots are shared among layers and heads.
     """
 
     policies: tuple[str, ...] | None
-    budgets: tuple[int, ...] = (256, 512)
-    tasks: tuple[str, ...] = ("lm",)
-    docs: int = 12
-    window: int | None = None
-    batch: int = 4
+    parts: tuple[Part, ...] = (Part(),)
+    data: str = "transformers-code,chitchat"
+    allocation: str = "uniform"
+
+    def narrowed(self, tasks: Sequence[str] | None, **changes: object) -> tuple[Part, ...]:
+        """The parts as a command changes them.
+
+        Args:
+            tasks: only these: parts that have none of them are left out. Tasks that no part has are measured as the
+                first part is. ``None`` leaves all.
+            **changes: fields of :class:`Part`; ``None`` leaves what it is.
+        """
+        parts = self.parts
+        if tasks is not None:
+            known = {name for part in parts for name in part.tasks}
+            wanted = [tuple(name for name in tasks if name in part.tasks) for part in parts]
+            wanted[0] += tuple(name for name in tasks if name not in known)
+            parts = tuple(replace(part, tasks=names) for part, names in zip(parts, wanted, strict=True) if names)
+        given = {name: value for name, value in changes.items() if value is not None}
+        parts = parts or (replace(self.parts[0], tasks=()),)
+        return tuple(dict.fromkeys(replace(part, **given) for part in parts))  # type: ignore[arg-type]  # as they are
 
 
 def preset(name: str | None, model: str) -> Preset:
     """A preset by its name; without one, the defaults of ``kvlearn compare``.
 
     ``small`` has every policy and every task at two budgets, small enough for twenty minutes on two cores with a model
-    of 135 million parameters; its windows are the shortest that every task fits into. A scorer that comes with kvlearn
-    for ``model`` is among the policies.
+    of 135 million parameters; its windows are the shortest that every task fits into. ``evidence`` is what the model
+    card of a shipped scorer rests on: text of domains that it was not trained on, at four sizes of cache, and questions
+    about what was said long ago, every policy with the heads of a layer sharing its slots; hours. A scorer that comes
+    with kvlearn for ``model`` is among the policies of both.
 
     Raises:
         KvlearnError: there is no such preset.
     """
     if name is None:
         return Preset(None)
-    if name != "small":
-        near = difflib.get_close_matches(name, ["small"], n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise KvlearnError(f"unknown preset {name!r}; {hint}there is small.")
+    if name == "small":
+        return Preset(_policies(model), (Part(tuple(TASKS), budgets=(96, 192), window=448, docs=4),))
+    if name == "evidence":
+        parts = (
+            Part(("lm",), budgets=(128, 256, 512), window=2048, docs=24, batch=24),
+            Part(("lm",), budgets=(512,), window=8192, docs=24, batch=6),
+            Part(RETRIEVAL, budgets=(256,), window=2048, docs=16, batch=8),
+        )
+        named = {"full": (), "ema": (BEST_EMA,)}  # what the full cache does is in every row
+        policies = tuple(name for policy in _policies(model) for name in named.get(policy, (policy,)))
+        return Preset(policies, parts, data=HELD_OUT, allocation="pooled")
+    near = difflib.get_close_matches(name, ["small", "evidence"], n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise KvlearnError(f"unknown preset {name!r}; {hint}there are small and evidence.")
+
+
+def _policies(model: str) -> tuple[str, ...]:
+    """Every policy that a name alone makes, and the scorer that comes along for the model."""
     policies = [policy for policy in POLICIES if policy == Oracle.name or _needs_nothing(policy)]
     if Path(model).name == model:  # folders and Hub ids are no names of what comes along
         with contextlib.suppress(KvlearnError):
             shipped("checkpoints", model)
             policies.append(f"checkpoints/{model}")
-    return Preset(tuple(policies), budgets=(96, 192), tasks=tuple(TASKS), docs=4, window=448, batch=4)
+    return tuple(policies)
 
 
 def _needs_nothing(policy: str) -> bool:

@@ -132,7 +132,7 @@ def bootstrap_interval(values: npt.ArrayLike, *, resamples: int = RESAMPLES, see
         return Interval(math.nan, None, None, 0)
     if data.size == 1:
         return Interval(float(data[0]), None, None, 1)
-    lo, hi = _limits(resample_means(data[:, None], resamples=resamples, seed=seed)[:, 0])
+    lo, hi = limits(resample_means(data[:, None], resamples=resamples, seed=seed)[:, 0])
     return Interval(float(data.mean()), lo, hi, data.size)
 
 
@@ -291,7 +291,7 @@ def _with_intervals(line: SummaryRow, means: dict[str, Array], best: str | None,
     against its luckiest heuristic.
     """
     own = means[line.policy]
-    lo, hi = _limits(own[1:]) if line.n > 1 else (None, None)
+    lo, hi = limits(own[1:]) if line.n > 1 else (None, None)
     line = replace(line, loss=float(own[0]), lo=lo, hi=hi)
     if best is not None and line.kind != "full":
         saved = means[best] - own
@@ -310,7 +310,7 @@ def _share(part: Array, whole: Array, documents: int) -> tuple[float | None, flo
     positive = whole[1:] > ZERO
     if documents < 2 or positive.mean() <= (1 + LEVEL) / 2:
         return float(part[0] / whole[0]), None, None
-    return float(part[0] / whole[0]), *_limits(part[1:][positive] / whole[1:][positive])
+    return float(part[0] / whole[0]), *limits(part[1:][positive] / whole[1:][positive])
 
 
 def _plain_figures(data: CellData, policy: str) -> SummaryRow:
@@ -390,7 +390,8 @@ def _policy_notes(data: CellData, line: SummaryRow) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _limits(samples: Array) -> tuple[float, float]:
+def limits(samples: Array) -> tuple[float, float]:
+    """The 95% percentile interval of ``[resamples]`` bootstrap figures."""
     lo, hi = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(lo), float(hi)
 

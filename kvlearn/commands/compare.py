@@ -24,7 +24,8 @@ def compare(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="small: every policy and every task of kvlearn's own, at two budgets; other options change it."
+            help="small: every policy and every task of kvlearn's own, at two budgets. evidence: what a model card "
+            "rests on, hours. Other options change them."
         ),
     ] = None,
     budgets: Annotated[
@@ -32,8 +33,9 @@ def compare(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Tasks (see `kvlearn tasks`), with commas; by default lm.")] = None,
     data: Annotated[
-        str, typer.Option(help="Texts for lm: see `kvlearn corpora`; with commas.")
-    ] = "transformers-code,chitchat",
+        str | None,
+        typer.Option(help="Texts for lm: see `kvlearn corpora`; with commas; by default transformers-code,chitchat."),
+    ] = None,
     filler: Annotated[str, typer.Option(help="Texts that the other tasks hide things in.")] = "torch-docs",
     split: Annotated[str, typer.Option(help="Documents of train, validation, test or all.")] = "test",
     docs: Annotated[
@@ -49,12 +51,12 @@ def compare(
     sinks: options.Sinks = 4,
     recent: options.Recent = None,
     allocation: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="How slots are shared, the same for every policy: uniform; pooled, among the heads of a layer; "
-            "pyramid; a JSON file of shares per layer, or the folder of a scorer that has them; or pooled:FILE."
+            help="How slots are shared, the same for every policy: uniform, the default; pooled, among the heads of a "
+            "layer; pyramid; a JSON file of shares per layer, or the folder of a scorer that has them; or pooled:FILE."
         ),
-    ] = "uniform",
+    ] = None,
     blame: Annotated[
         str,
         typer.Option(
@@ -94,38 +96,44 @@ def compare(
         raise KvlearnError(f"--workers is {workers}; give a number of processes that is 1 or more.")
     before = None if check is None else read_rows(check)  # a missing file is found now, not when all is measured
     seeds = options.numbers(seed, "--seed")
-    settings = Settings(
+    parts = chosen.narrowed(
+        None if task is None else options.names(task),
+        budgets=None if budgets is None else tuple(options.numbers(budgets, "--budgets")),
+        window=window,
+        docs=docs,
+        batch=batch,
+    )
+    shared = functools.partial(
+        Settings,
         policies=named,
-        budgets=chosen.budgets if budgets is None else options.numbers(budgets, "--budgets"),
-        tasks=chosen.tasks if task is None else options.names(task),
         seeds=seeds,
-        window=chosen.window if window is None else window,
-        batch=chosen.batch if batch is None else batch,
         block=block,
         protect=options.protection(sinks, recent),
-        allocation=allocation,
+        allocation=allocation or chosen.allocation,
         blame=blame,
     )
+    settings = [shared(budgets=part.budgets, tasks=part.tasks, window=part.window, batch=part.batch) for part in parts]
     loaded = options.load(model, dtype, device, threads)
     if workers is None:
         workers = spare_workers(loaded.model) if preset is not None and threads is None else 1
-    docs = chosen.docs if docs is None else docs
-    cases = make_cases(loaded, settings, docs=docs, split=split, data=data, filler=filler)
+    texts = {"split": split, "data": data or chosen.data, "filler": filler}
+    cases = [make_cases(loaded, own, docs=part.docs, **texts) for own, part in zip(settings, parts, strict=True)]
     with RowStore(out / "rows.jsonl") as store:
-        comparison = Comparison(loaded, settings, cases, store)
+        comparisons = [Comparison(loaded, *own, store) for own in zip(settings, cases, strict=True)]
         if check is not None and len(store):
             print(
                 f"{len(store)} rows of an earlier run are checked as they are; use an empty --out to measure anew.",
                 file=sys.stderr,
             )
-        for reason in comparison.skipped:
+        for reason in dict.fromkeys(reason for comparison in comparisons for reason in comparison.skipped):
             print(reason, file=sys.stderr)
-        with bar("comparing") as progress:
-            if workers == 1:
-                comparison.run(progress)
-            else:
-                load = functools.partial(options.load, model, dtype, device, 1)
-                run_in_processes(load, comparison, store, workers=workers, notify=progress)
+        for comparison in comparisons:
+            with bar("comparing") as progress:
+                if workers == 1:
+                    comparison.run(progress)
+                else:
+                    load = functools.partial(options.load, model, dtype, device, 1)
+                    run_in_processes(load, comparison, store, workers=workers, notify=progress)
         rows = store.rows
     show(rows, out, [" ".join(["kvlearn", *sys.argv[1:]])])
     if before is not None:
@@ -151,17 +159,20 @@ def show(rows: list[Row], out: Path, commands: list[str]) -> None:
 
     from kvlearn.report import markdown_table, plot_png, render_table, write_report, write_results
     from kvlearn.report.blame import blame_markdown, blame_sections, render_blame, write_blame
+    from kvlearn.report.overall import overall_markdown, overall_sections, render_overall
     from kvlearn.report.solved import render_solved, solved_markdown, solved_sections
     from kvlearn.report.speed_views import speed_sections
     from kvlearn.rows import write_atomically
 
     console = Console()
     console.print(render_table(rows))
+    console.print(render_overall(rows))
     console.print(render_blame(rows))
     console.print(render_solved(rows))
-    sections = [*solved_sections(rows), *blame_sections(rows), *speed_sections(out)]
+    sections = [*overall_sections(rows), *solved_sections(rows), *blame_sections(rows), *speed_sections(out)]
     page = write_report(rows, out, commands=commands, extra_sections=sections)
     plots = [*plot_png(rows, out), *write_blame(rows, out)]
-    write_atomically(out / "table.md", (markdown_table(rows) + solved_markdown(rows) + blame_markdown(rows)).encode())
+    told = [part(rows) for part in (markdown_table, overall_markdown, solved_markdown, blame_markdown)]
+    write_atomically(out / "table.md", "".join(told).encode())
     write_results(rows, out / "results.json", "; ".join(commands))
     console.print(f"page {page}, plots {', '.join(plot.name for plot in plots)}, rows.jsonl, table.md, results.json")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvlearn.report.overall import CAPTION, COLUMNS, overall_tables
 from kvlearn.report.tables import panels, percent, short_names, with_interval
 from kvlearn.rows import Row, write_atomically
 from kvlearn.stats import SummaryRow, summary
@@ -14,6 +15,8 @@ from kvlearn.stats import SummaryRow, summary
 
 def results(rows: Iterable[Row], command: str) -> list[dict[str, Any]]:
     """One section per task and metric: title, command, notes, and a table with a flat row per policy and budget.
+
+    What each scorer does over all cells of a task comes after them.
 
     Args:
         rows: see :mod:`kvlearn.rows`.
@@ -38,6 +41,9 @@ def results(rows: Iterable[Row], command: str) -> list[dict[str, Any]]:
                 "table": [_line(line, names[line.policy]) for line in panel.lines],
             }
         )
+    for title, lines in overall_tables(rows):
+        table = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+        sections.append({"title": title, "command": command, "notes": [f"{CAPTION.capitalize()}."], "table": table})
     return sections
 
 
