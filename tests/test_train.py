@@ -396,6 +396,19 @@ def test_other_kinds_train(traces: Path, tmp_path: Path, options: list[str]) -> 
     assert scorer.config.kind == ("linear" if "linear" in options else "mlp")
 
 
+def test_a_scorer_can_be_kept_from_reading_an_input(traces: Path, tmp_path: Path) -> None:
+    left_out = ["hits", "log_ema1024", "log_value_norm"]
+    scorer = read_checkpoint(
+        fit(traces, tmp_path / "w", "--model.without", json.dumps(left_out), epochs=1) / "last.ckpt"
+    )
+    assert scorer.w1 is not None
+    names = [*features.DYNAMIC, *features.STATIC_SCALARS]
+    for number, name in enumerate(names):
+        read = bool(scorer.w1[..., number, :].any())
+        assert read == (name not in left_out), name
+        assert bool(scorer.skip[..., number].any()) == read, name
+
+
 def test_training_goes_on_from_a_scorer(traces: Path, trained: Path, tmp_path: Path) -> None:
     export(trained / "last.ckpt", tmp_path / "s")
     options = ["--model.init_from", str(tmp_path / "s"), "--model.learning_rate", "0", "--model.hidden", "7"]
@@ -436,6 +449,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown loss": (["--data.train", "[x]", "--model.losses", '{"l2": 1.0}'], "'l2'; known are kl, huber"),
     "no loss": (["--data.train", "[x]", "--model.losses", '{"kl": 0.0}'], "no weight above 0"),
     "shares": (["--data.train", "[x]", "--model.least_share", "0.9"], "least_share is 0.9"),
+    "nothing to leave out": (
+        ["--data.train", "[x]", "--model.without", "[ema16]"],
+        "names 'ema16'; what can be left out",
+    ),
     "no boundaries": (["--data.train", "[x]", "--data.boundaries_per_window", "0"], "boundaries_per_window is 0"),
     "no config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
     "small budget": (

@@ -24,6 +24,7 @@ from train.losses import LOSSES, sample_share
 from train.measure import Level, measures
 from train.samples import Sample
 
+_READABLE = (*features.DYNAMIC, *features.STATIC_SCALARS)  # the first inputs of every scorer, in order
 _CALIBRATION_TOKENS = 512  # per window, of which the encoder's first weights and all standardisation are made
 _NETWORK = ("kind", "hidden", "encoder", "key_rank", "encoder_hidden")  # what a scorer to start from brings along
 _DECAYED = ("w1", "encoder.projection", "encoder.linear", "encoder.w1", "encoder.w2")
@@ -41,6 +42,8 @@ class ScorerModule(pl.LightningModule):
             map; or "layer": the keys and values of all KV heads, through a linear map plus one hidden layer.
         key_rank: numbers that the encoder gives for each KV head; ignored without one.
         encoder_hidden: hidden width of encoder "layer".
+        without: inputs that the scorer is not to read, by their names in kvlearn.features: of the dynamic ones, such as
+            "hits", and the two norms. What they would tell then shows in closed loop.
         losses: weight of each loss: "kl" (listwise: softmax of the score against future mass as a distribution),
             "huber" (score against log mass), "pairwise" (order across the boundary of a budget), "bce" (among the best
             or not). By default kl alone.
@@ -63,6 +66,7 @@ class ScorerModule(pl.LightningModule):
         encoder: Encoder = "key",
         key_rank: int = 8,
         encoder_hidden: int = 64,
+        without: list[str] | None = None,
         losses: dict[str, float] | None = None,
         least_share: float = 0.05,
         most_share: float = 0.6,
@@ -89,6 +93,10 @@ class ScorerModule(pl.LightningModule):
             raise KvlearnError(
                 f"model.least_share is {least_share} and most_share {most_share}; give 0 < least <= most < 1."
             )
+        for name in without or ():
+            if name == START or name not in _READABLE:
+                known = ", ".join(each for each in _READABLE if each != START)
+                raise KvlearnError(f"model.without names {name!r}; what can be left out is {known}.")
         self.scorer: Scorer | None = None
         self.measures: MetricCollection | None = None
         self.untrained: MetricCollection | None = None
@@ -174,6 +182,23 @@ class ScorerModule(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.hparams["seed"])
             scorer.fit_inputs(torch.cat(dynamic, 2), torch.cat(vectors, 2))
+
+    @torch.no_grad()
+    def _blind(self) -> None:
+        """Weights of what is not to be read are 0 before training and after every step."""
+        assert self.scorer is not None
+        columns = [_READABLE.index(name) for name in self.hparams["without"] or ()]
+        self.scorer.skip[..., columns] = 0.0
+        if self.scorer.w1 is not None:
+            self.scorer.w1[..., columns, :] = 0.0
+
+    def on_train_start(self) -> None:
+        """Blind the scorer to what it is not to read."""
+        self._blind()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """And again, after what the optimizer did."""
+        self._blind()
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
