@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def write_trace(
     head_dim: int = 8,
     budget: int | None = None,
     seed: int = 0,
+    domains: Sequence[str] = ("noise",),
     **manifest: Any,
 ) -> Path:
-    """Write a trace; with ``budget`` it is on-policy, under a cache that keeps tokens at random."""
+    """Write a trace; with ``budget`` it is on-policy, under a cache that keeps tokens at random; domains take turns."""
     layout = Layout(layers=layers, heads=heads, head_dim=head_dim, window=window, block=block)
     recipe: dict[str, Any] = {
         "model": "fake",
@@ -58,7 +60,9 @@ def write_trace(
         recipe |= {"policy": "random", "budgets": str(budget)}
     writer = TraceWriter(folder, Manifest(layout=layout, **{**recipe, **manifest}))
     generator = torch.Generator().manual_seed(seed)
-    writer.write_shards(iter([_row(layout, i, budget, generator) for i in range(windows)]))
+    writer.write_shards(
+        iter([{**_row(layout, i, budget, generator), "domain": domains[i % len(domains)]} for i in range(windows)])
+    )
     writer.finish()
     return folder
 
@@ -87,7 +91,6 @@ def _row(layout: Layout, number: int, budget: int | None, generator: torch.Gener
     mean_code, peak_code, held, seen_mean, seen_peak = (torch.cat(part, -1) for part in packed)
     row: dict[str, Any] = {
         "input_ids": torch.randint(200, (layout.window,), generator=generator).tolist(),
-        "domain": "noise",
         "doc": f"noise-{number}",
         "split": "train",
         "start": 0,

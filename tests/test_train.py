@@ -91,6 +91,27 @@ def test_targets_of_several_horizons_are_averaged_and_weighted_by_values(traces:
         Target((64,), "discounted-peak")
 
 
+@pytest.mark.parametrize("count", [3, 8, 11])
+def test_every_kind_of_text_has_its_share_of_windows(tmp_path: Path, count: int) -> None:
+    paths = [
+        write_trace(tmp_path / "a", windows=24, window=320, layers=(0,), heads=1, domains=("x", "y", "z", "z")),
+        write_trace(tmp_path / "b", windows=8, window=320, layers=(0,), heads=1, domains=("x",), seed=1),
+    ]
+    held = [write_trace(tmp_path / f"v{seed}", windows=6, window=320, layers=(0,), heads=1, seed=seed, domains="xyz")
+            for seed in (2, 3)]  # fmt: skip
+    data = train.data.TraceDataModule(
+        [*map(str, paths)], [*map(str, held)], train_windows=count, val_windows=6, min_tokens=96
+    )
+    data.setup("fit")
+    assert data.train_set is not None
+    assert data.val_set is not None
+    chosen = [(trace.path.name, trace.domains[i]) for trace, i in data.train_set.windows]
+    assert len(chosen) == len(set(data.train_set.windows)) == count
+    for kind, windows in ((("a", "x"), 6), (("a", "y"), 6), (("a", "z"), 12), (("b", "x"), 8)):
+        assert abs(chosen.count(kind) - count * windows / 32) < 1, kind
+    assert sorted(trace.domains[i] for trace, i in data.val_set.windows) == list("xxyyzz")
+
+
 @settings(max_examples=40)
 @given(slots=st.integers(2, 60), ranked=st.integers(0, 64), seed=st.integers(0, 10**6))
 def test_drawn_slots_stand_for_all(slots: int, ranked: int, seed: int) -> None:

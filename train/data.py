@@ -137,9 +137,10 @@ class TraceDataModule(pl.LightningDataModule):
             than looking at it once more.
         slots_per_boundary: slots drawn at each moment: half of them those with the largest targets, the others at
             random and weighted for all the rest. 0 takes all.
-        train_windows: windows to train on, chosen once at random. 0 takes all.
+        train_windows: windows to train on, the same in every run: each trace, and each kind of text in it, has its
+            share of them. 0 takes all.
         windows_per_epoch: of these, windows drawn for each epoch. 0 takes all.
-        val_windows: windows to validate on, spread evenly over the traces. 0 takes all.
+        val_windows: windows to validate on, likewise. 0 takes all.
         val_boundaries: moments, evenly spaced, at which each of them is measured, over all slots.
         min_tokens: fewest tokens before a moment.
         min_future: fewest tokens after a moment.
@@ -217,20 +218,12 @@ class TraceDataModule(pl.LightningDataModule):
             if not any(found):
                 raise KvlearnError(f"data.{name}: the traces have no window for it; trace more tokens.")
         options, reuse = self._options(), self.hparams["prepare"] == "reuse"
-        self.train_set = WindowDataset(self._some(list(itertools.chain(*parts))), options, reuse)
-        chosen = _spread(list(itertools.chain(*held)), self.hparams["val_windows"])
+        self.train_set = WindowDataset(_spread(parts, self.hparams["train_windows"]), options, reuse)
+        chosen = _spread(held, self.hparams["val_windows"])
         full = replace(options, boundaries=self.hparams["val_boundaries"], slots=None, random=False)
         self.val_set = WindowDataset(chosen, full, reuse)
         for trace in self.traces:
             _boundary_range(trace, options)
-
-    def _some(self, windows: list[tuple[Trace, int]]) -> list[tuple[Trace, int]]:
-        """Those to train on. By chance, because in a mixture every n-th window is of the same domain."""
-        wanted = self.hparams["train_windows"]
-        if not wanted or wanted >= len(windows):
-            return windows
-        generator = torch.Generator().manual_seed(0)  # the same windows for every seed: samples are made once
-        return [windows[i] for i in sorted(torch.randperm(len(windows), generator=generator)[:wanted].tolist())]
 
     def _options(self) -> SampleOptions:
         block, recent = self.traces[0].layout.block, self.hparams["recent"]
@@ -322,11 +315,16 @@ def _windows(trace: Trace) -> list[tuple[Trace, int]]:
     return [(trace, i) for i in range(len(trace))]
 
 
-def _spread(windows: list[tuple[Trace, int]], count: int) -> list[tuple[Trace, int]]:
-    """``count`` of them, evenly spaced; all for 0."""
+def _spread(parts: Sequence[list[tuple[Trace, int]]], count: int) -> list[tuple[Trace, int]]:
+    """``count`` windows of several traces, of which each trace and each domain in it has its share; all for 0."""
+    windows = list(itertools.chain(*parts))
     if not count or count >= len(windows):
         return windows
-    return [windows[(2 * i + 1) * len(windows) // (2 * count)] for i in range(count)]
+    # Evenly spaced where those of a domain lie together: in a trace they take turns, and every n-th is of the same one.
+    domains = [(number, trace.domains[i]) for number, part in enumerate(parts) for trace, i in part]
+    together = sorted(range(len(windows)), key=domains.__getitem__)
+    chosen = [together[(2 * i + 1) * len(windows) // (2 * count)] for i in range(count)]
+    return [windows[i] for i in sorted(chosen)]
 
 
 def _check_alike(traces: Sequence[Trace]) -> None:

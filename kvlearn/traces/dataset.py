@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,6 +124,11 @@ class Trace:
         """
         return self._read(i, self._window)
 
+    @cached_property
+    def domains(self) -> tuple[str, ...]:
+        """Kind of text of each window; nothing else of the shards is read, and they are not verified."""
+        return tuple(domain for shard in self.manifest.shards for domain in _column(self.path / shard.file, "domain"))
+
     def vectors(self, i: int) -> tuple[Vectors, Vectors]:
         """Keys and values of the ``i``-th window alone, in a fraction of the time.
 
@@ -227,6 +233,21 @@ def _row(path: Path, number: int) -> dict[str, Any]:
             name: value.as_buffer() if pa.types.is_large_binary(value.type) else value.as_py()
             for name, value in row.items()
         }
+
+
+def _column(path: Path, name: str) -> list[Any]:
+    """One column of a shard; the others are skipped without being decompressed."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as source:
+            schema = pa.ipc.open_stream(source).schema
+            source.seek(0)
+            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name)], use_threads=False)
+            with pa.ipc.open_stream(source, options=options) as stream:
+                return [value for batch in stream for value in batch.column(name).to_pylist()]
+    except (OSError, ValueError, KeyError) as error:
+        raise KvlearnError(f"shard {path} cannot be read: {error}.") from error
 
 
 def _tensor(data: Any, dtype: torch.dtype) -> Tensor:

@@ -108,6 +108,14 @@ def test_a_damaged_shard_is_named_at_the_door(sharded: Path, damage: Callable[[P
         Trace(sharded)
 
 
+def test_the_kind_of_text_is_read_alone(sharded: Path) -> None:
+    trace = Trace(sharded)
+    assert trace.domains == tuple(window.domain for window in trace)
+    (sharded / "data-00001.arrow").write_bytes(bytes((sharded / "data-00001.arrow").stat().st_size))
+    with pytest.raises(KvlearnError, match=r"data-00001\.arrow cannot be read"):
+        print(Trace(sharded).domains)
+
+
 def test_a_flipped_bit_is_found_when_the_shard_is_used(sharded: Path) -> None:
     path = sharded / "data-00001.arrow"
     data = bytearray(path.read_bytes())
