@@ -19,11 +19,13 @@ from kvlearn import __version__, corpora
 from kvlearn.attention import cache_argument, enable
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
-from kvlearn.models import LoadedModel, tokenizer_hash
+from kvlearn.models import LoadedModel, same_weights, tokenizer_hash
+from kvlearn.models.projection import output_projection
 from kvlearn.policies import POLICIES
 from kvlearn.shapes import DEFAULT_BLOCK, GroupReduce
 from kvlearn.traces import Feed, Layout, Manifest, TraceWriter, WindowRecorder, collect
 from kvlearn.traces.collect import parse_budgets
+from kvlearn.traces.projection import PROJECTION, write_projection
 
 _DECIDING = ("torch", "transformers", "pyarrow")  # libraries whose version may change the bytes of a trace
 
@@ -89,12 +91,13 @@ def trace(
     group_reduce: GroupReduce = "mean",
     progress: Callable[[int, int], None] | None = None,
 ) -> TraceReport:
-    """Log what a model's attention does over a text.
+    """Log what a model's attention does over a text, and keep what its output projection makes of values.
 
     Args:
         loaded: the model; it is left switched to ``attn_implementation="kvlearn"``.
         data: spec of a corpus, see :mod:`kvlearn.corpora`.
-        out: folder of the trace. An unfinished trace of the same arguments is continued there.
+        out: folder of the trace. An unfinished trace of the same arguments is continued there, and a finished one
+            gets its output projection if it lacks it.
         tokens: how many to trace, rounded up to whole windows; fewer if the text ends.
         window: tokens per window, a multiple of ``block``.
         policy: trace what a cache under this policy sees, besides the full-cache run; needs ``budget``.
@@ -145,7 +148,36 @@ def trace(
     finished = collect(
         watch.windows(windows), writer, source.make_feed, device=str(loaded.model.device), progress=watch
     )
+    if not (Path(out) / PROJECTION).exists():
+        add_projection(loaded, out)
     return watch.report(finished)
+
+
+def add_projection(loaded: LoadedModel, folder: str | os.PathLike[str]) -> bool:
+    """Keep beside a finished trace what the model's output projection makes of values, without tracing again.
+
+    Targets weighed by ``"output"`` or ``"deviation"`` (:data:`kvlearn.targets.Value`) need it.
+
+    Args:
+        loaded: the model that was traced.
+        folder: the trace.
+
+    Returns:
+        Whether the model's projection was found.
+
+    Raises:
+        KvlearnError: the folder is no trace, or one of other weights.
+    """
+    manifest = Manifest.read(Path(folder))
+    if not same_weights(manifest.fingerprint, loaded.fingerprint):
+        raise KvlearnError(f"{folder} is a trace of {manifest.model} with other weights than {loaded.name} has.")
+    layout = manifest.layout
+    heads = loaded.fingerprint["query_heads"]
+    projection = output_projection(loaded.model, layout.layers, layout.heads, heads, layout.head_dim)
+    if projection is None:
+        return False
+    write_projection(Path(folder), projection)
+    return True
 
 
 def _content_hash(policy: str | None) -> str | None:

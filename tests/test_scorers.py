@@ -214,6 +214,18 @@ def test_a_saved_scorer_comes_back_the_same(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
+def test_a_forecast_says_what_it_is(tmp_path: Path) -> None:
+    make(reduce="soft-max", sharpness=8.0, horizon=(0,), value="deviation", value_power=0.5).save_pretrained(tmp_path)
+    config = Scorer.from_pretrained(tmp_path).config
+    assert (config.reduce, config.sharpness, config.value, config.value_power) == ("soft-max", 8.0, "deviation", 0.5)
+    card = (tmp_path / "README.md").read_text()
+    assert "soft maximum of the block means of mass (sharpness 8), to the end of the text, times how far from" in card
+    plain = make(value_power=1.0).config
+    data = {**plain.as_dict(), "weights_sha256": ""}
+    assert set(data["forecast"]) == {"horizon", "reduce", "value_power"}, "written as before, for older readers"
+    assert plain.value == "norm"
+
+
 def test_the_card_shows_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     assert "Nothing has been measured yet" in (tmp_path / "README.md").read_text()
@@ -309,6 +321,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no encoder": (edit_config(lambda d: d["scorer"].update(encoder="none")), ("key_rank is 3 for encoder 'none'",)),
     "no numbers": (edit_config(lambda d: d["scorer"].update(key_rank=0)), ("key_rank is 0",)),
     "unknown target": (edit_config(lambda d: d["forecast"].update(reduce="median")), ("reduce is 'median'",)),
+    "unknown value": (edit_config(lambda d: d["forecast"].update(value="size")), ("value is 'size'",)),
+    "not sharp": (
+        edit_config(lambda d: d["forecast"].update(reduce="soft-max", sharpness=0.5)),
+        ("sharpness is 0.5; give a number from 1 to 32",),
+    ),
     "layer twice": (edit_config(lambda d: d["scorer"].update(layers=[1, 1])), ("layers is [1, 1]",)),
     "budgets short": (edit_config(lambda d: d.update(budgets=[1.0])), ("budgets", "2 layers")),
     "budgets zero": (edit_config(lambda d: d.update(budgets=[0.0, 2.0])), ("budgets",)),

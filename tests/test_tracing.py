@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tracing_helpers import files_of
 from transformers import PreTrainedTokenizerFast
@@ -17,8 +18,10 @@ from kvlearn import cli
 from kvlearn.commands.trace import describe
 from kvlearn.errors import KvlearnError
 from kvlearn.models import LoadedModel, fingerprint
+from kvlearn.models.projection import output_projection
 from kvlearn.traces import Trace
-from kvlearn.tracing import trace
+from kvlearn.traces.projection import PROJECTION
+from kvlearn.tracing import add_projection, trace
 
 WORDS = [f"w{i}" for i in range(199)]
 
@@ -79,6 +82,47 @@ def test_a_burst_of_other_work_does_not_move_the_ratio(loaded: LoadedModel, text
     report = run(loaded, text, tmp_path / "t", tokens=64)
     report = replace(report, pairs=((1.0, 0.5), (9.0, 0.5), (1.0, 0.5), (1.0, 7.0), (1.0, 0.5)))
     assert (report.trace_rate, report.plain_rate, report.relative_speed) == (64, 128, 0.5)
+
+
+def test_a_finished_trace_gets_the_output_projection_that_it_lacks(
+    loaded: LoadedModel, text: str, tmp_path: Path, tiny_llama: Callable[..., Any]
+) -> None:
+    run(loaded, text, tmp_path / "t", tokens=64)
+    expected = output_projection(loaded.model, (0, 1), 2, 4, 16)
+    assert expected is not None
+    assert torch.equal(Trace(tmp_path / "t").projection, expected)
+    (tmp_path / "t" / PROJECTION).unlink()
+    before = files_of(tmp_path / "t")
+    assert run(loaded, text, tmp_path / "t", tokens=64).traced == 0, "nothing was traced again"
+    assert torch.equal(Trace(tmp_path / "t").projection, expected)
+    (tmp_path / "t" / PROJECTION).unlink()
+    assert add_projection(loaded, tmp_path / "t")
+    assert {name: data for name, data in files_of(tmp_path / "t").items() if name != PROJECTION} == before
+    other = tiny_llama(seed=1)
+    with pytest.raises(KvlearnError, match="is a trace of tiny with other weights"):
+        add_projection(replace(loaded, model=other, fingerprint=fingerprint(other)), tmp_path / "t")
+    with pytest.raises(KvlearnError, match="is not a trace"):
+        add_projection(loaded, tmp_path)
+
+
+def test_a_model_whose_output_projection_is_not_found_is_traced_without(
+    loaded: LoadedModel, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlearn.tracing.output_projection", lambda *_: None)
+    report = run(loaded, text, tmp_path / "t", tokens=64)
+    assert Trace(tmp_path / "t").projection is None
+    assert "output projection was not found" in describe(report, tmp_path / "t", 64)[-1]
+
+
+def test_query_heads_of_a_group_are_reduced_as_asked(loaded: LoadedModel, text: str, tmp_path: Path) -> None:
+    for reduce in ("mean", "max"):
+        run(loaded, text, tmp_path / reduce, tokens=64, group_reduce=reduce)
+    mean, largest = Trace(tmp_path / "mean"), Trace(tmp_path / "max")
+    assert (mean.manifest.group_reduce, largest.manifest.group_reduce) == ("mean", "max")
+    for name in ("mean_code", "peak_code"):
+        ours, theirs = getattr(mean.window(0), name), getattr(largest.window(0), name)
+        assert bool((theirs >= ours).all())
+        assert bool((theirs > ours).any())
 
 
 def test_text_that_ends_is_said(loaded: LoadedModel, text: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from kvlearn import Scorer, features, targets
 from kvlearn.errors import KvlearnError
 from kvlearn.shapes import Protection
 from kvlearn.traces.dataset import Trace, replay
+from kvlearn.traces.projection import write_projection
 from train.__main__ import main
 from train.data import WindowDataset
 from train.export import export, read_checkpoint
@@ -89,6 +91,38 @@ def test_targets_of_several_horizons_are_averaged_and_weighted_by_values(traces:
         at(Target((33,)))
     with pytest.raises(KvlearnError, match="'discounted-peak' mass has none"):
         Target((64,), "discounted-peak")
+
+
+def test_targets_are_weighed_by_what_values_write(traces: Path, tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "t", windows=1)
+    write_projection(folder, torch.randn(2, 2, 8, 8))
+    window = Trace(folder).window(0)
+    plain = Target((64,)).table(window, [6, 9])
+    values = window.values.decode()
+    output = targets.value_weights("output", values, window.projection)
+    torch.testing.assert_close(Target((64,), "mean", 0.5, "output").table(window, [6, 9]), plain * output.sqrt())
+    mass = targets.future_table(window.mean_code, window.peak_code, [6, 9], block=32)
+    deviation = targets.value_weights("deviation", values, window.projection, mass)
+    torch.testing.assert_close(Target((64,), "mean", 1.0, "deviation").table(window, [6, 9]), plain * deviation)
+    assert torch.equal(Target((64,), "mean", 0.0, "output").table(window, [6, 9]), plain)
+    with pytest.raises(KvlearnError, match="this trace has none"):
+        Target((64,), "mean", 1.0, "output").table(Trace(traces / "train").window(0), [6])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("norm", 0.0)),
+        ({"value_power": 1.0}, ("norm", 1.0)),
+        ({"value_power": 0.5, "value": "output"}, ("output", 0.5)),
+        ({"value": "deviation"}, ("deviation", 1.0)),
+        ({"value": "norm"}, ("norm", 1.0)),
+        ({"value": "none", "value_power": 1.0}, ("norm", 0.0)),
+    ],
+)
+def test_configs_say_what_mass_is_weighed_by(options: dict[str, Any], expected: tuple[str, float]) -> None:
+    target = train.data.TraceDataModule(["x"], **options).target
+    assert (target.value, target.value_power) == expected
 
 
 @pytest.mark.parametrize("count", [3, 8, 11])
@@ -181,12 +215,18 @@ def test_other_options_or_traces_are_prepared_apart(own_trace: Trace, tmp_path: 
         {"seed": 1},
         {"slots": None},
         {"target": replace(OPTIONS.target, value_power=0.5)},
+        {"target": replace(OPTIONS.target, value="output")},
+        {"target": Target((0,), "soft-max", 1.0)},
+        {"target": Target((0,), "soft-max", 1.0, sharpness=8.0)},
         {"protect": Protection(2, 32)},
         {"random": False},
     ]
     keys = {PreparedSamples(own_trace, replace(OPTIONS, **change)).folder.name for change in [{}, *changes]}
     keys.add(PreparedSamples(other, OPTIONS).folder.name)
-    assert len(keys) == len(changes) + 2
+    write_projection(own_trace.path, torch.randn(2, 2, 8, 8))
+    for target in (OPTIONS.target, replace(OPTIONS.target, value="output")):  # which the second alone reads
+        keys.add(PreparedSamples(Trace(own_trace.path), replace(OPTIONS, target=target)).folder.name)
+    assert len(keys) == len(changes) + 3
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-9]), lambda path: path.unlink()])
@@ -417,6 +457,19 @@ def test_other_kinds_train(traces: Path, tmp_path: Path, options: list[str]) -> 
     assert scorer.config.kind == ("linear" if "linear" in options else "mlp")
 
 
+def test_a_scorer_says_what_it_forecasts(traces: Path, tmp_path: Path, capsys: Any) -> None:
+    options = ["--data.reduce", "soft-max", "--data.sharpness", "8", "--data.value", "deviation"]
+    with pytest.raises(AssertionError):
+        fit(traces, tmp_path / "k", *options, train="train")
+    error = capsys.readouterr().err
+    assert re.search(r"train does not keep the model's output projection, which data\.value 'deviation' needs", error)
+    for name in ("train", "val"):
+        shutil.copytree(traces / name, tmp_path / name)
+        write_projection(tmp_path / name, torch.randn(2, 2, 8, 8))
+    config = read_checkpoint(fit(tmp_path, tmp_path / "k", *options, epochs=1, train="train") / "last.ckpt").config
+    assert (config.reduce, config.sharpness, config.value, config.value_power) == ("soft-max", 8.0, "deviation", 1.0)
+
+
 def test_a_scorer_can_be_kept_from_reading_an_input(traces: Path, tmp_path: Path) -> None:
     left_out = ["hits", "log_ema1024", "log_value_norm"]
     scorer = read_checkpoint(
@@ -489,6 +542,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["--data.train", "[x]", "--data.reduce", "discounted", "--data.horizon", "[64]"],
         "'discounted' mass has none",
     ),
+    "no value": (["--data.train", "[x]", "--data.value", "size"], "size"),
+    "not sharp": (["--data.train", "[x]", "--data.sharpness", "0.5"], "sharpness is 0.5"),
     "bad horizon": (["--data.train", "[TRACES/train]", "--data.horizon", "[50]", *SMALL], "horizon is 50"),
     "no scorer": (["--data.train", "[TRACES/train]", "--model.init_from", "nowhere", *SMALL], "no scorer folder"),
 }

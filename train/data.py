@@ -21,6 +21,9 @@ from kvlearn.traces.dataset import Trace
 from train.prepared import PreparedSamples
 from train.samples import Sample, SampleOptions, Target, make_sample
 
+Weighing = Literal["none"] | targets.Value
+"""What a config says of :data:`kvlearn.targets.Value`."""
+
 _SAME = ("layers", "heads", "head_dim", "block")  # of the layout: what all traces of a run must share
 
 
@@ -127,10 +130,15 @@ class TraceDataModule(pl.LightningDataModule):
         holdout: share of each training trace that validation takes when ``val`` is empty.
         horizon: future queries that the forecast covers, each a multiple of the traces' block; 0 is to the end of the
             window. The targets of several horizons are averaged. By default 256, or 0 for discounted mass.
-        reduce: what is forecast over the horizon: "mean" mass per query, "max" of block means, or "peak", the max of
-            block maxima; or to the end, the nearer the more, "discounted": max of block means plus a little of their
-            sum, or "discounted-peak": max of block maxima.
-        value_power: targets are multiplied by the norm of the value to this power. 0 is plain mass.
+        reduce: what is forecast over the horizon: "mean" mass per query, "max" of block means, "soft-max" of block
+            means, or "peak", the max of block maxima; or to the end, the nearer the more, "discounted": max of block
+            means plus a little of their sum, or "discounted-peak": max of block maxima.
+        sharpness: of "soft-max": 1 is the mean, 32 nearly the max.
+        value: what a token's mass is weighed by: "none", or "norm" of its value, or "output", the norm of what the
+            value adds to the layer's output, or "deviation", the distance there between it and the mean output of the
+            queries to come. The last two need the output projection that `kvlearn trace` keeps. By default "norm" if
+            value_power is given, else "none".
+        value_power: targets are multiplied by that weight to this power; by default 1. 0 is plain mass.
         sinks: first tokens of each window, never evicted and so neither trained nor measured on.
         recent: last tokens at each boundary, likewise; -1 is one block.
         boundaries_per_window: moments, drawn at random, at which each window is looked at. Reading a window costs more
@@ -157,7 +165,9 @@ class TraceDataModule(pl.LightningDataModule):
         holdout: float = 0.1,
         horizon: list[int] | None = None,
         reduce: targets.Reduce = "mean",
-        value_power: float = 0.0,
+        sharpness: float = targets.SHARPNESS,
+        value: Weighing | None = None,
+        value_power: float | None = None,
         sinks: int = 4,
         recent: int = -1,
         boundaries_per_window: int = 8,
@@ -190,7 +200,9 @@ class TraceDataModule(pl.LightningDataModule):
             raise KvlearnError(f"data.holdout is {holdout}; give a share between 0 and 1.")
         if not train:
             raise KvlearnError("data.train is empty; name at least one trace folder (kvlearn trace writes them).")
-        self.target = Target(tuple(horizon or ([0] if reduce in targets.DISCOUNTED else [256])), reduce, value_power)
+        horizon = horizon or ([0] if reduce in targets.DISCOUNTED else [256])
+        weight, power = _weight(value, value_power)
+        self.target = Target(tuple(horizon), reduce, power, weight, sharpness)
         self._first_epoch = 0
         self.traces: list[Trace] = []
         self.train_set: WindowDataset | None = None
@@ -223,6 +235,7 @@ class TraceDataModule(pl.LightningDataModule):
         full = replace(options, boundaries=self.hparams["val_boundaries"], slots=None, random=False)
         self.val_set = WindowDataset(chosen, full, reuse)
         for trace in self.traces:
+            self.target.check(trace)
             _boundary_range(trace, options)
 
     def _options(self) -> SampleOptions:
@@ -325,6 +338,13 @@ def _spread(parts: Sequence[list[tuple[Trace, int]]], count: int) -> list[tuple[
     together = sorted(range(len(windows)), key=domains.__getitem__)
     chosen = [together[(2 * i + 1) * len(windows) // (2 * count)] for i in range(count)]
     return [windows[i] for i in sorted(chosen)]
+
+
+def _weight(value: Weighing | None, power: float | None) -> tuple[targets.Value, float]:
+    """What masses are weighed by, and the power of it, from what a config says of them."""
+    if value == "none" or (value is None and power is None):
+        return "norm", 0.0
+    return value or "norm", 1.0 if power is None else power
 
 
 def _check_alike(traces: Sequence[Trace]) -> None:

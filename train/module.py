@@ -154,6 +154,8 @@ class ScorerModule(pl.LightningModule):
             horizon=target.horizon,
             reduce=target.reduce,
             value_power=target.value_power,
+            value=target.value,
+            sharpness=target.sharpness,
             model=manifest.fingerprint,
         )
 

@@ -31,8 +31,8 @@ _FLOAT = torch.float16  # of features and log weights; targets stay float32
 class PreparedSamples:
     """Samples of one trace, one file a window, in ``TRACE.prepared/KEY``.
 
-    The key is made of all that decides a sample: the trace's shards, the options, and the code that makes samples. A
-    file is written whole or not at all. Keys and values stay in the trace.
+    The key is made of all that decides a sample: the trace's shards, its output projection if the target reads it, the
+    options, and the code that makes samples. A file is written whole or not at all. Keys and values stay in the trace.
 
     Args:
         trace: where the windows are.
@@ -47,6 +47,8 @@ class PreparedSamples:
         code = [hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in _DECIDING]
         shards = [shard.sha256 for shard in self.trace.manifest.shards]
         recipe = {"format": FORMAT, "code": code, "shards": shards, "options": asdict(self.options)}
+        if self.options.target.reads_projection and self.trace.projection is not None:
+            recipe["projection"] = hashlib.sha256(self.trace.projection.numpy().tobytes()).hexdigest()
         return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
     def path(self, index: int) -> Path:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvlearn import features, targets
+from kvlearn.errors import KvlearnError
 from kvlearn.features import Vectors
 from kvlearn.shapes import Protection
-from kvlearn.traces.dataset import Window, replay
+from kvlearn.traces.dataset import Trace, Window, replay
 
 TOP_SHARE = 0.5  # of the slots drawn at a boundary, those with the largest target come first and always
 
@@ -54,41 +55,66 @@ class Target:
     Args:
         horizon: future queries, each a multiple of the block, 0 for all to the end; several targets are averaged.
         reduce: over the horizon, see :data:`kvlearn.targets.Reduce`.
-        value_power: the target is multiplied by the value norm to this power; 0 forecasts plain mass.
+        value_power: the target is multiplied by the weight of the value to this power; 0 forecasts plain mass.
+        value: what that weight is, see :data:`kvlearn.targets.Value`.
+        sharpness: of reduce "soft-max".
 
     Raises:
-        KvlearnError: ``reduce`` is unknown, or one that has no horizon was given one.
+        KvlearnError: ``reduce`` or ``value`` is unknown, a number is out of range, or a ``reduce`` that has no horizon
+            was given one.
     """
 
     horizon: tuple[int, ...] = (256,)
     reduce: targets.Reduce = "mean"
     value_power: float = 0.0
+    value: targets.Value = "norm"
+    sharpness: float = targets.SHARPNESS
 
     def __post_init__(self) -> None:
         for horizon in self.horizon:
-            targets.check(self.reduce, horizon or None, 1)
+            targets.check(self.reduce, horizon or None, 1, self.sharpness)
+
+    @property
+    def reads_projection(self) -> bool:
+        """Whether the model's output projection must be known."""
+        return self.value != "norm" and self.value_power != 0
+
+    def check(self, trace: Trace) -> None:
+        """Refuse a trace that does not hold what this is made of.
+
+        Raises:
+            KvlearnError: it does not keep the output projection.
+        """
+        if self.reads_projection and trace.projection is None:
+            raise KvlearnError(
+                f"trace {trace.path} does not keep the model's output projection, which data.value {self.value!r} "
+                "needs; the `kvlearn trace` command that made it, given again, adds it without tracing again."
+            )
 
     def table(self, window: Window, boundaries: Sequence[int]) -> Tensor:
         """``[N, L, H, T]`` float32: what is forecast at ``N`` boundaries, for the tokens that exist there.
 
         Raises:
-            KvlearnError: a horizon is no multiple of the trace's block.
+            KvlearnError: a horizon is no multiple of the trace's block, or the window lacks what values are weighed by.
         """
-        tables = [
-            targets.future_table(
+
+        def future(horizon: int, reduce: targets.Reduce) -> Tensor:
+            return targets.future_table(
                 window.mean_code,
                 window.peak_code,
                 boundaries,
                 block=window.block,
                 horizon=horizon or None,
-                reduce=self.reduce,
+                reduce=reduce,
+                sharpness=self.sharpness,
             )
-            for horizon in self.horizon
-        ]
+
+        tables = [future(horizon, self.reduce) for horizon in self.horizon]
         table = tables[0] if len(tables) == 1 else torch.stack(tables).mean(0)
         if self.value_power:
-            norm = torch.linalg.vector_norm(window.values.decode(), dim=-1)
-            table *= norm**self.value_power
+            mass = future(0, "mean") if self.value == "deviation" else None
+            weights = targets.value_weights(self.value, window.values.decode(), window.projection, mass)
+            table *= weights**self.value_power
         return table
 
 

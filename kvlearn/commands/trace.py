@@ -42,8 +42,9 @@ def trace(
 ) -> None:
     """Log a model's attention over a text, for training.
 
-    A run that was stopped goes on when the same command is given again. At the end it prints the speed beside the
-    model's plain forward pass, and the size beside the model's KV cache of the same tokens.
+    A run that was stopped goes on when the same command is given again, and a finished trace gets what it lacks. At the
+    end it prints the speed beside the model's plain forward pass, and the size beside the model's KV cache of the same
+    tokens.
     """
     import sys
 
@@ -84,6 +85,8 @@ def trace(
 
 def describe(report: TraceReport, out: Path, asked: int) -> list[str]:
     """The lines printed at the end."""
+    from kvlearn.traces.projection import PROJECTION
+
     manifest = report.manifest
     held = manifest.windows * manifest.layout.window
     lines = [f"{out}: {manifest.windows} windows of {manifest.layout.window} tokens, {held:,} tokens in all"]
@@ -103,4 +106,6 @@ def describe(report: TraceReport, out: Path, asked: int) -> list[str]:
         f"size: {report.bytes:,} bytes, bf16 KV cache of the same tokens {report.cache_bytes:,} bytes, "
         f"ratio {report.bytes / report.cache_bytes:.2f}"
     )
+    if not (out / PROJECTION).is_file():
+        lines.append("this model's output projection was not found, so that no target can weigh what values write")
     return lines

@@ -107,6 +107,7 @@ def _encoder(config: ScorerConfig) -> str:
 
 _REDUCED = {
     "mean": "mean mass per query",
+    "soft-max": "soft maximum of the block means of mass",
     "max": "largest block mean of mass",
     "peak": "largest mass that one query gives",
     "discounted": "largest block mean of mass, the nearer the more, and a little of the sum of block means",
@@ -114,11 +115,19 @@ _REDUCED = {
 }
 
 
+_WEIGHED = {
+    "norm": "the norm of the value",
+    "output": "the norm of what the value adds to the layer's output",
+    "deviation": "how far from the mean output the value is, in the layer's output",
+}
+
+
 def _forecast(config: ScorerConfig) -> str:
     horizon = ", ".join("to the end of the text" if h == 0 else f"over {h} queries" for h in config.horizon)
     power = f" to the power {config.value_power:g}" if config.value_power != 1 else ""
-    weight = f", times the norm of the value{power}" if config.value_power else ""
-    return f"{_REDUCED[config.reduce]}, {horizon}{weight}"
+    weight = f", times {_WEIGHED[config.value]}{power}" if config.value_power else ""
+    sharpness = f" (sharpness {config.sharpness:g})" if config.reduce == "soft-max" else ""
+    return f"{_REDUCED[config.reduce]}{sharpness}, {horizon}{weight}"
 
 
 def check_results(results: Any, source: str) -> tuple[dict[str, Any], ...]:

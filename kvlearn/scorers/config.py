@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from kvlearn import features, history
 from kvlearn.errors import KvlearnError
 from kvlearn.shapes import DEFAULT_BLOCK, GroupReduce
-from kvlearn.targets import Reduce
+from kvlearn.targets import SHARPEST, SHARPNESS, Reduce, Value
 
 FORMAT = 2
 """Version of the folder's layout. Raised when an older kvlearn could no longer read what is written."""
@@ -40,7 +40,9 @@ class ScorerConfig:
         group_reduce: how query heads were reduced to their KV head when attention was observed.
         horizon: future queries that the forecast covers; several are averaged, 0 is to the end of the text.
         reduce: what is forecast over the horizon; see :data:`kvlearn.targets.Reduce`.
-        value_power: what is forecast is multiplied by the norm of the value to this power; 0 forecasts plain mass.
+        value_power: what is forecast is multiplied by the weight of the value to this power; 0 forecasts plain mass.
+        value: what that weight is; see :data:`kvlearn.targets.Value`.
+        sharpness: of reduce ``"soft-max"``.
         model: :func:`kvlearn.models.fingerprint` of the model it was trained for; empty when it has not been trained.
         training: the recipe: every option of the training run.
         data: the traces it was trained on.
@@ -65,6 +67,8 @@ class ScorerConfig:
     horizon: tuple[int, ...] = (256,)
     reduce: Reduce = "mean"
     value_power: float = 0.0
+    value: Value = "norm"
+    sharpness: float = SHARPNESS
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -90,6 +94,10 @@ class ScorerConfig:
             raise KvlearnError(f"scorer.horizon is {list(self.horizon)}; give numbers of queries, 0 for 'to the end'.")
         if not math.isfinite(self.value_power):
             raise KvlearnError(f"scorer.value_power is {self.value_power}; give a finite number.")
+        if self.value not in get_args(Value):
+            raise KvlearnError(f"scorer.value is {self.value!r}; use one of {', '.join(get_args(Value))}.")
+        if not 1 <= self.sharpness <= SHARPEST:
+            raise KvlearnError(f"scorer.sharpness is {self.sharpness}; give a number from 1 to {SHARPEST:g}.")
         self._check_budgets()
 
     def _check_encoder(self) -> None:
@@ -149,7 +157,13 @@ class ScorerConfig:
                 "head_dim": self.head_dim,
             },
             "observation": {"block": self.block, "group_reduce": self.group_reduce},
-            "forecast": {"horizon": list(self.horizon), "reduce": self.reduce, "value_power": self.value_power},
+            "forecast": {
+                "horizon": list(self.horizon),
+                "reduce": self.reduce,
+                **({"sharpness": self.sharpness} if self.reduce == "soft-max" else {}),
+                **({"value": self.value} if self.value != "norm" else {}),
+                "value_power": self.value_power,
+            },
             "model": dict(self.model),
             "training": dict(self.training),
             "data": dict(self.data),
@@ -194,6 +208,8 @@ class ScorerConfig:
                 horizon=tuple(read.list("forecast.horizon", int)),
                 reduce=read("forecast.reduce", str),
                 value_power=float(read("forecast.value_power", float)),
+                value=read.optional("forecast.value", str, "norm"),
+                sharpness=float(read.optional("forecast.sharpness", float, SHARPNESS)),
                 model=read("model", dict),
                 training=read("training", dict),
                 data=read("data", dict),
@@ -241,6 +257,11 @@ class _Reader:
 
     def __call__(self, path: str, kind: Callable[..., Any]) -> Any:
         return self._typed(path, self.get(path), kind)
+
+    def optional(self, path: str, kind: Callable[..., Any], default: Any) -> Any:
+        """A field that is written only where it says something."""
+        section, _, name = path.rpartition(".")
+        return self(path, kind) if name in self.get(section) else default
 
     def list(self, path: str, kind: Callable[..., Any]) -> list[Any]:
         values = self._typed(path, self.get(path), list)

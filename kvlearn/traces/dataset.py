@@ -23,6 +23,7 @@ from kvlearn.features import Vectors, stored_vectors
 from kvlearn.traces.collect import unpack_bits
 from kvlearn.traces.format import VECTORS, Manifest, Shard, check_size
 from kvlearn.traces.layout import Layout
+from kvlearn.traces.projection import read_projection
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ class Window:
         held: ``[N, L, H, T]`` bool, tokens that cache held when each block ended.
         seen_mean: ``[N, L, H, T]`` uint8, what it observed for them; 0 elsewhere.
         seen_peak: ``[N, L, H, T]`` uint8, likewise.
+        projection: ``[L, H, D, D]`` float32, what the output projection makes of values
+            (:func:`kvlearn.models.projection.output_projection`), or ``None`` if the trace does not keep it.
     """
 
     layout: Layout
@@ -65,6 +68,7 @@ class Window:
     held: Tensor | None = None
     seen_mean: Tensor | None = None
     seen_peak: Tensor | None = None
+    projection: Tensor | None = None
 
     @property
     def block(self) -> int:
@@ -99,6 +103,7 @@ class Trace:
             )
         for shard in self.manifest.shards:
             check_size(self.path, shard)
+        self.projection = read_projection(self.path, self.layout)
         self._verified: set[str] = set()
 
     @property
@@ -214,6 +219,7 @@ class Trace:
             values=values,
             mean_code=mean,
             peak_code=peak,
+            projection=self.projection,
             **on_policy,
         )
 

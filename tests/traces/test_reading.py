@@ -18,6 +18,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.traces import Trace, TraceWriter, collect, replay
 from kvlearn.traces import format as trace_format
 from kvlearn.traces.collect import pack_bits, parse_budgets, unpack_bits, window_budget
+from kvlearn.traces.projection import PROJECTION, write_projection
 
 
 @pytest.fixture
@@ -114,6 +115,21 @@ def test_the_kind_of_text_is_read_alone(sharded: Path) -> None:
     (sharded / "data-00001.arrow").write_bytes(bytes((sharded / "data-00001.arrow").stat().st_size))
     with pytest.raises(KvlearnError, match=r"data-00001\.arrow cannot be read"):
         print(Trace(sharded).domains)
+
+
+def test_the_output_projection_is_kept_beside_the_shards(sharded: Path) -> None:
+    assert Trace(sharded).projection is None
+    assert Trace(sharded).window(0).projection is None
+    projection = torch.randn(2, 2, 16, 16)
+    write_projection(sharded, projection)
+    assert torch.equal(Trace(sharded).window(3).projection, projection)
+    for other, message in ((projection[:1], r"has the shape \(1, 2, 16, 16\)"), (None, "cannot be read")):
+        if other is None:
+            (sharded / PROJECTION).write_bytes(b"short")
+        else:
+            write_projection(sharded, other)
+        with pytest.raises(KvlearnError, match=message):
+            Trace(sharded)
 
 
 def test_a_flipped_bit_is_found_when_the_shard_is_used(sharded: Path) -> None:
