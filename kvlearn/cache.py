@@ -62,7 +62,8 @@ class EvictingCache(Cache):
             model. Compact positions keep every key a second time, before rotation.
         allocation: ``"uniform"``, ``budget`` slots for every head, or ``"pooled"``: the heads of a layer share
             ``heads * budget`` slots, and a policy's scores say which head gets them (:mod:`kvlearn.pool`); or
-            ``"scorer"``, the shares of the layers that a scorer recommends, whose mean is ``budget``.
+            ``"scorer"``, what a scorer recommends: shares of the layers, whose mean is ``budget``, and whether the
+            heads of a layer share its slots.
         floor: with ``"pooled"``, the share of ``budget`` that every head holds at least; by default 0.2. No head falls
             below what is protected, and none is held to more than ``budget`` less one block.
         impl: implementation of every kernel: ``"auto"`` (Triton on a GPU, PyTorch elsewhere), ``"reference"`` or
@@ -105,13 +106,15 @@ class EvictingCache(Cache):
                 stacklevel=2,
             )
         budgets = _by_layer(budget, len(managed))
+        recommended = allocation == "scorer"
+        if recommended:
+            allocation = "pooled" if self.policy.pools_heads else "uniform"
         self.floor = _check_options(budget, positions, allocation, floor, recorder)
         smallest = min((b for b in budgets if b is not None), default=None)
         block, group_reduce = _observation(self.policy, block, group_reduce, smallest, protect)
-        if allocation == "scorer":
+        if recommended:
             least, shares = Budget.resolve(smallest, block, protect).least, self.policy.layer_shares
             budgets = recommended_budgets(shares, budget, least=least, policy=self.policy.label)
-            allocation = "uniform"  # among the heads of a layer
         compact, kind = positions == "compact", PooledLayer if allocation == "pooled" else EvictingLayer
         reads_keys = "static" in self.policy.reads or recorder is not None or compact
         reads_queries = "queries" in self.policy.reads

@@ -21,6 +21,7 @@ from kvlearn.policies.composed import Composed, Part
 from kvlearn.policies.full import Full
 from kvlearn.rows import Row, RowStore, field_key, number, write_atomically
 from kvlearn.scorers import Scorer
+from kvlearn.scorers.config import HeadAllocation
 from kvlearn.shapes import Budget, Protection
 from kvlearn.shortcut import Shortcut
 from kvlearn.support import managed_layers
@@ -39,7 +40,6 @@ POINTS = 4
 KEY = ("model", "policy", "part", "slots", "doc", "domain", "seed", "window", "block", "protect", "first", "allocation")
 """What tells rows apart; ``first`` is the first token that counts."""
 
-Heads = Literal["uniform", "pooled"]
 """How the slots of a layer are shared among its heads."""
 
 
@@ -75,10 +75,10 @@ class Calibration:
     block: int = 32
     protect: Protection = field(default_factory=Protection)
     seed: int = 0
-    allocation: Heads = "uniform"
+    allocation: HeadAllocation = "uniform"
 
     def __post_init__(self) -> None:
-        if self.allocation not in get_args(Heads):
+        if self.allocation not in get_args(HeadAllocation):
             raise KvlearnError(f"allocation is {self.allocation!r}; bands are measured 'uniform' or 'pooled'.")
         for name in ("width", "batch"):
             if getattr(self, name) < 1:
@@ -293,5 +293,10 @@ def write_into(scorer: Scorer, folder: Path, allocation: dict[str, Any]) -> None
     told = {name: value for name, value in allocation.items() if name not in ("format", "model", "budgets", "versions")}
     training = {**scorer.config.training, "allocation": told}
     shares = np.array(allocation["budgets"])
-    scorer.config = replace(scorer.config, budgets=tuple(map(float, shares / shares.mean())), training=training)
+    scorer.config = replace(
+        scorer.config,
+        budgets=tuple(map(float, shares / shares.mean())),
+        allocation=allocation["allocation"],
+        training=training,
+    )
     scorer.save_pretrained(folder)

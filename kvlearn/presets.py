@@ -96,7 +96,7 @@ def preset(name: str | None, model: str) -> Preset:
         return Preset(_policies(model), (Part(tuple(TASKS), budgets=(96, 192), window=448, docs=4),))
     if name == "evidence":
         parts = (
-            Part(("lm",), budgets=(128, 256, 512), window=2048, docs=24, batch=24),
+            Part(("lm",), budgets=(128, 256, 512), window=2048, docs=24, batch=12),
             Part(("lm",), budgets=(512,), window=8192, docs=24, batch=6),
             Part(RETRIEVAL, budgets=(256,), window=2048, docs=16, batch=8),
         )

@@ -79,6 +79,13 @@ def test_a_scorers_shares_are_used_when_asked_for(tiny_llama: Callable[..., Any]
     assert cache.options["budget"] == [48, 16, *[32] * (layers - 2)], "shares of the budget"
     assert cache.options["allocation"] == "uniform", "a saved cache is made again from its slots"
     assert EvictingCache(model, scorer, 32).options["budget"] == [32] * layers, "nobody asked for it"
+    with pytest.raises(KvlearnError, match=r"floor is 0\.5"):
+        EvictingCache(model, scorer, 32, allocation="scorer", floor=0.5)
+    scorer.config = replace(scorer.config, allocation="pooled")
+    pooled = EvictingCache(model, scorer, 32, allocation="scorer", floor=0.5)
+    assert (pooled.options["allocation"], pooled.options["budget"]) == ("pooled", cache.options["budget"])
+    with pytest.raises(KvlearnError, match="allocation is 'heads'"):
+        replace(scorer.config, allocation="heads")
     with pytest.raises(KvlearnError, match="one number of slots"):
         EvictingCache(model, scorer, [32] * layers, allocation="scorer")
     with pytest.raises(KvlearnError, match="'ema' recommends no allocation"):

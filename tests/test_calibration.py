@@ -92,13 +92,15 @@ def test_nothing_is_measured_twice_and_another_budget_needs_nothing(
     assert runs == [1], "what was measured already was measured again"
 
 
+@pytest.mark.parametrize("heads", ["uniform", "pooled"])
 def test_an_allocation_is_read_by_compare_and_travels_with_a_scorer(
-    loaded: Any, cases: list[Case], tmp_path: Path
+    heads: Any, loaded: Any, cases: list[Case], tmp_path: Path
 ) -> None:
     folder = tmp_path / "scorer"
     Scorer.for_model(loaded.model, block=8).save_pretrained(folder)
     scorer = scorer_for(folder, loaded)
-    found = calibrate(loaded, replace(SETTINGS, policy=str(folder)), cases, tmp_path / "rows.jsonl")
+    settings = replace(SETTINGS, policy=str(folder), allocation=heads)
+    found = calibrate(loaded, settings, cases, tmp_path / "rows.jsonl")
     write_allocation(tmp_path / "allocation.json", found)
     shares = read_shares(tmp_path / "allocation.json")
     assert layer_budgets(shares, SETTINGS.budget, least=SETTINGS.least) == found["slots"]
@@ -107,6 +109,7 @@ def test_an_allocation_is_read_by_compare_and_travels_with_a_scorer(
     assert again.config.training["allocation"]["bands"], "the scorer does not say what its shares come from"
     cache = EvictingCache(loaded.model, again, SETTINGS.budget, protect=SETTINGS.protect, allocation="scorer")
     assert cache.options["budget"] == found["slots"]
+    assert cache.options["allocation"] == heads, "heads share as they did when costs were measured"
     assert read_shares(folder) == pytest.approx(shares)
 
 

@@ -145,6 +145,11 @@ class Policy:
         """Slots of each full-attention layer relative to the mean, if the policy recommends any."""
         return None
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether it recommends that the heads of a layer share its slots, where ``layer_shares`` are followed."""
+        return False
+
     def of_layer(self, layer: int) -> Policy:
         """The policy that decides in a layer."""
         return self

@@ -66,6 +66,11 @@ class Learned(Policy):
         """What the scorer recommends."""
         return self._scorer().config.budgets
 
+    @property
+    def pools_heads(self) -> bool:
+        """What the scorer recommends."""
+        return self._scorer().config.allocation == "pooled"
+
     def _scorer(self) -> Scorer:
         assert self.scorer is not None
         return self.scorer

@@ -89,6 +89,7 @@ def _facts(config: ScorerConfig) -> str:
         "forecast": _forecast(config),
         "observed": f"blocks of {config.block} queries, {config.group_reduce} over the query heads of a KV head",
         "layer budgets": "equal" if config.budgets is None else ", ".join(f"{b:.3g}" for b in config.budgets),
+        "heads of a layer": "share its slots" if config.allocation == "pooled" else "equal slots",
     }
     if config.model.get("weights"):
         rows["trained for weights"] = f"`{config.model['weights']}`"

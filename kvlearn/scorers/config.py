@@ -18,6 +18,7 @@ FORMAT = 2
 
 Kind = Literal["linear", "mlp"]
 Encoder = Literal["none", "key", "layer"]
+HeadAllocation = Literal["uniform", "pooled"]
 
 _MEAN_TOLERANCE = 1e-3  # how far the mean of the layer budgets may be from 1
 
@@ -49,6 +50,7 @@ class ScorerConfig:
         metrics: measured results, each ``{"title", "command", "table", "notes"}``; see :mod:`kvlearn.scorers.card`.
         budgets: recommended budget of each layer relative to the mean (``L`` floats with mean 1), or ``None`` for
             equal budgets.
+        allocation: how the heads of a layer share its slots where ``budgets`` are followed: "uniform" or "pooled".
 
     Raises:
         KvlearnError: a value is out of range; the message names the field.
@@ -74,6 +76,7 @@ class ScorerConfig:
     data: Mapping[str, Any] = field(default_factory=dict)
     metrics: tuple[Mapping[str, Any], ...] = ()
     budgets: tuple[float, ...] | None = None
+    allocation: HeadAllocation = "uniform"
 
     def __post_init__(self) -> None:
         if not self.layers or any(i < 0 for i in self.layers) or len(set(self.layers)) != len(self.layers):
@@ -114,6 +117,8 @@ class ScorerConfig:
             )
 
     def _check_budgets(self) -> None:
+        if self.allocation not in get_args(HeadAllocation):
+            raise KvlearnError(f"allocation is {self.allocation!r}; use one of {', '.join(get_args(HeadAllocation))}.")
         if self.budgets is None:
             return
         if len(self.budgets) != len(self.layers):
@@ -169,6 +174,7 @@ class ScorerConfig:
             "data": dict(self.data),
             "metrics": [dict(m) for m in self.metrics],
             "budgets": None if self.budgets is None else list(self.budgets),
+            **({"allocation": self.allocation} if self.allocation != "uniform" else {}),
         }
 
     @classmethod
@@ -215,6 +221,7 @@ class ScorerConfig:
                 data=read("data", dict),
                 metrics=tuple(read.list("metrics", dict)),
                 budgets=None if read.get("budgets") is None else tuple(map(float, read.list("budgets", float))),
+                allocation=read.optional("allocation", str, "uniform"),
             )
         except KvlearnError as error:
             raise KvlearnError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
@@ -261,7 +268,7 @@ class _Reader:
     def optional(self, path: str, kind: Callable[..., Any], default: Any) -> Any:
         """A field that is written only where it says something."""
         section, _, name = path.rpartition(".")
-        return self(path, kind) if name in self.get(section) else default
+        return self(path, kind) if name in (self.get(section) if section else self.data) else default
 
     def list(self, path: str, kind: Callable[..., Any]) -> list[Any]:
         values = self._typed(path, self.get(path), list)
