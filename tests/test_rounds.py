@@ -15,8 +15,10 @@ pytest.importorskip("lightning", reason="training needs the extra kvlearn[train]
 from tracing_helpers import model_and_trace
 
 import train.rounds
+from kvlearn.models import load_model
 from kvlearn.rows import read_rows
 from kvlearn.traces.dataset import Trace
+from kvlearn.tracing import trace
 from train.__main__ import main
 from train.rounds import lines, parse
 
@@ -100,6 +102,19 @@ def test_a_round_sees_what_the_evicting_cache_saw_and_trains_on_all_before(made:
     assert 0 < held.max() <= 154
     config = yaml.safe_load((out / "round-1/config.yaml").read_text())
     assert config["data"]["train"] == [str(made / "trace"), str(out / "round-1/trace")]
+
+
+def test_query_heads_are_reduced_as_in_the_traces_of_round_0(made: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(made / "model"), dtype="float32")
+    trace(loaded, str(made / "texts"), tmp_path / "max", tokens=3 * WINDOW, window=WINDOW, group_reduce="max")
+    recipe = yaml.safe_load((made / "recipe.yaml").read_text())
+    recipe["data"]["train"] = [str(tmp_path / "max")]
+    (tmp_path / "max.yaml").write_text(yaml.safe_dump(recipe))
+    more = ["--config", str(tmp_path / "max.yaml"), "--rounds", "1", "--docs", "1", "--group-reduce", "max"]
+    assert main(["rounds", *arguments(made, tmp_path / "out", *more)]) == 0
+    config = json.loads((tmp_path / "out/round-1/scorer/config.json").read_text())
+    assert config["observation"]["group_reduce"] == "max"
+    assert "--block 32 --group-reduce max --out" in (tmp_path / "out/table.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.progress import bar
 from kvlearn.report.grids import markdown_grid, terminal_grid
 from kvlearn.rows import Row, RowStore, write_atomically
-from kvlearn.shapes import Budget
+from kvlearn.shapes import Budget, GroupReduce
 from kvlearn.stats import bootstrap_interval
 from kvlearn.tracing import trace
 from train.judge import Judge, Judging, table_of
@@ -48,6 +48,7 @@ class Rounds:
         window: tokens per window.
         last: number of the last round.
         block: queries per observed block, as in the config's traces.
+        group_reduce: how the query heads of a KV head are reduced, as in the config's traces.
         seed: of training; a round's texts and budgets are drawn with the round's number.
     """
 
@@ -59,6 +60,7 @@ class Rounds:
     window: int = 2048
     last: int = 2
     block: int = 32
+    group_reduce: GroupReduce = "mean"
     seed: int = 0
 
     def folder(self, number: int) -> Path:
@@ -157,6 +159,7 @@ def run_round(rounds: Rounds, number: int, judge: Judge, store: RowStore) -> Non
                 budget=rounds.budgets,
                 seed=number,
                 block=rounds.block,
+                group_reduce=rounds.group_reduce,
                 progress=lambda done, total: progress("tokens", done, total),
             )
     train_into(rounds.config(number), rounds.folder(number), seed=rounds.seed)
@@ -191,7 +194,8 @@ def commands(rounds: Rounds, found: Sequence[Line]) -> list[str]:
             made.append(
                 f"kvlearn trace {rounds.judging.model} --data {shlex.quote(rounds.data)} --tokens {rounds.tokens} "
                 f"--window {rounds.window} --policy {rounds.scorer(line.under)} --budget {rounds.budgets} "
-                f"--seed {line.number} --out {rounds.traces(line.number)}"
+                f"--seed {line.number} --block {rounds.block} --group-reduce {rounds.group_reduce} "
+                f"--out {rounds.traces(line.number)}"
             )
         folder = rounds.folder(line.number)
         made.append(f"python -m train fit --config {folder / 'config.yaml'}")
@@ -261,6 +265,7 @@ def parse(arguments: Sequence[str]) -> tuple[Rounds, int | None, int | None]:
     add("--rounds", type=int, default=2, help="rounds after round 0")
     add("--round", type=int, help="do only this one; those before it must be done")
     add("--block", type=int, default=32, help="queries per observed block, as in the config's traces")
+    add("--group-reduce", choices=("mean", "max"), default="mean", help="as in the config's traces")
     add("--seed", type=int, default=0, help="of training")
     add("--judge-data", default="stdlib", help="texts to judge on, of the validation split; with commas")
     add("--judge-split", default="validation", help="validation, test or all")
@@ -297,5 +302,7 @@ def parse(arguments: Sequence[str]) -> tuple[Rounds, int | None, int | None]:
         block=options.block,
     )
     sizes = {"tokens": options.tokens, "window": options.window, "last": options.rounds, "block": options.block}
-    rounds = Rounds(recipe, options.out, judging, options.data, **sizes, seed=options.seed)
+    rounds = Rounds(
+        recipe, options.out, judging, options.data, **sizes, group_reduce=options.group_reduce, seed=options.seed
+    )
     return rounds, options.round, options.threads
