@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlearn.errors import KvlearnError
+from kvlearn.shipped import scorer_folder
 
 POOLED = "pooled"
 """The heads of a layer share its slots; ``pooled:FILE`` also shares slots among layers."""
@@ -89,7 +90,7 @@ def read_shares(path: str | Path) -> list[float]:
     Raises:
         KvlearnError: the file is missing or is not a list of numbers.
     """
-    file = Path(path)
+    file = Path(scorer_folder(str(path)))
     if file.is_dir():
         file = file / "config.json"
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvlearn.allocation import read_shares
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import POLICIES
 from kvlearn.policies.oracle import Oracle
@@ -84,8 +85,9 @@ def preset(name: str | None, model: str) -> Preset:
     ``small`` has every policy and every task at two budgets, small enough for twenty minutes on two cores with a model
     of 135 million parameters; its windows are the shortest that every task fits into. ``evidence`` is what the model
     card of a shipped scorer rests on: text of domains that it was not trained on, at four sizes of cache, and questions
-    about what was said long ago, every policy with the heads of a layer sharing its slots; hours. A scorer that comes
-    with kvlearn for ``model`` is among the policies of both.
+    about what was said long ago, hours. Every policy has the layers' shares that the model's shipped scorer recommends,
+    if there are any, and the heads of a layer share its slots. A scorer that comes with kvlearn for ``model`` is among
+    the policies of both.
 
     Raises:
         KvlearnError: there is no such preset.
@@ -102,10 +104,18 @@ def preset(name: str | None, model: str) -> Preset:
         )
         named = {"full": (), "ema": (BEST_EMA,)}  # what the full cache does is in every row
         policies = tuple(name for policy in _policies(model) for name in named.get(policy, (policy,)))
-        return Preset(policies, parts, data=HELD_OUT, allocation="pooled")
+        return Preset(policies, parts, data=HELD_OUT, allocation=_recommended(model))
     near = difflib.get_close_matches(name, ["small", "evidence"], n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise KvlearnError(f"unknown preset {name!r}; {hint}there are small and evidence.")
+
+
+def _recommended(model: str) -> str:
+    """An allocation for ``--allocation``."""
+    with contextlib.suppress(KvlearnError):
+        read_shares(shipped("checkpoints", model))
+        return f"pooled:checkpoints/{model}"
+    return "pooled"
 
 
 def _policies(model: str) -> tuple[str, ...]:

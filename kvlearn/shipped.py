@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
@@ -35,3 +36,16 @@ def shipped(kind: Literal["checkpoints", "configs"], name: str) -> Path:
         if path.exists():
             return path
     raise KvlearnError(f"this installation of kvlearn has no {kind}/{name}; install it from its repository or a wheel.")
+
+
+def scorer_folder(name: str) -> str:
+    """Where a scorer is: those that come with kvlearn are found by their name in its repository, wherever one is.
+
+    Args:
+        name: a folder, ``checkpoints/NAME``, or a Hub id; all but the second are given back as they are.
+    """
+    top, _, rest = name.partition("/")
+    if top == "checkpoints" and Path(rest).name == rest != "" and not Path(name).is_dir():
+        with contextlib.suppress(KvlearnError):
+            return str(shipped("checkpoints", rest))
+    return name

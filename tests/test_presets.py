@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvlearn.allocation import read_shares
 from kvlearn.errors import KvlearnError
 from kvlearn.policies import POLICIES, resolve
 from kvlearn.presets import BEST_EMA, preset
@@ -37,10 +38,15 @@ def test_a_model_without_a_scorer_has_none(model: str, tmp_path: Path) -> None:
     assert set(small.policies) <= set(POLICIES)
 
 
-def test_evidence_has_every_policy_and_what_scorers_are_judged_by() -> None:
+def test_evidence_has_every_policy_and_what_scorers_are_judged_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     evidence = preset("evidence", "smollm2-135m")
     assert evidence.policies is not None
-    assert evidence.allocation == "pooled"
+    assert evidence.allocation == "pooled:checkpoints/smollm2-135m", "what the scorer that comes along recommends"
+    assert len(read_shares("checkpoints/smollm2-135m")) == 30, "found wherever one is"
+    assert preset("evidence", "unknown").allocation == "pooled"
     assert {"oracle", "protected-random", "g-kv", "checkpoints/smollm2-135m"} <= set(evidence.policies)
     assert BEST_EMA in evidence.policies
     assert isinstance(resolve(BEST_EMA), resolve("ema").__class__)

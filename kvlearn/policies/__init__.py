@@ -6,7 +6,6 @@ without options, a policy, a scorer or a scorer's folder) into a policy.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from kvlearn.policies.scissorhands import Scissorhands
 from kvlearn.policies.snapkv import SnapKV
 from kvlearn.policies.streaming import Streaming
 from kvlearn.policies.tova import Tova
-from kvlearn.shipped import shipped, shipped_scorers
+from kvlearn.shipped import scorer_folder, shipped_scorers
 
 if TYPE_CHECKING:
     from kvlearn.scorers import Scorer
@@ -148,17 +147,8 @@ def _scorer(folder: str) -> Scorer:
     from kvlearn.scorers import Scorer
 
     try:
-        return Scorer.from_pretrained(_found(folder))
+        return Scorer.from_pretrained(scorer_folder(folder))
     except KvlearnError as error:
         if Path(folder).exists():
             raise
         raise KvlearnError(f"{str(error).rstrip('.')}; {scorers_there_are()}.") from error
-
-
-def _found(folder: str) -> str:
-    """Scorers that come with kvlearn are found by their name in its repository, wherever one is."""
-    top, _, name = folder.partition("/")
-    if top == "checkpoints" and Path(name).name == name != "" and not Path(folder).is_dir():
-        with contextlib.suppress(KvlearnError):
-            return str(shipped("checkpoints", name))
-    return folder
