@@ -239,12 +239,8 @@ def compare_with(rows: Iterable[Row], reference: str | None = None) -> list[Comp
     names = {policy for data in found for policy in data.compared}
     if reference is not None and reference not in names:
         raise KvlearnError(f"no rows of the reference {reference!r}; there are {', '.join(sorted(names)) or 'none'}.")
-    compared = []
-    for data in found:
-        name = reference or _least(data, HEURISTICS)
-        if name in data.compared:
-            compared += _compare_cell(data, name)
-    return compared
+    named = [(data, reference or _least(data, HEURISTICS)) for data in found]
+    return [each for data, name in named if name in data.compared for each in _compare_cell(data, name)]
 
 
 def summary(rows: Iterable[Row]) -> list[SummaryRow]:
