@@ -70,7 +70,8 @@ def _attend(
 ) -> Tensor:
     """:meth:`EvictingLayer.attend`, as compiled graphs see it."""
     found = _CACHES[int(cache)]
-    found.warn_of_length(layer, key.shape[2])
+    if layer == found.managed[0]:
+        found.begin(key.shape[2])
     attending: Any = found.layers[layer]
     out = attending.attend(query, key, value, mask, scale=scale, softcap=softcap, position_ids=position_ids)
     return torch.empty_like(query).copy_(out)  # laid out as the graph expects
@@ -165,6 +166,27 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     check_model(model)
     model.set_attn_implementation(NAME)
     return model
+
+
+def require_enabled(model: Any) -> None:
+    """Refuse what is no model, and a model that :func:`enable` has not been called on.
+
+    Raises:
+        KvlearnError: saying so.
+    """
+    if not hasattr(model, "config"):
+        raise KvlearnError(f"model is {model!r}; give the transformers model first, then the policy and the budget.")
+    current = getattr(model.config, "_attn_implementation", None)
+    if current != NAME:
+        raise wrong_attention(current)
+
+
+def wrong_attention(current: str | None) -> KvlearnError:
+    """A model attends in another way, of this name."""
+    return KvlearnError(
+        f"the model uses attn_implementation={current!r}, which an EvictingCache cannot see; "
+        "call kvlearn.enable(model)."
+    )
 
 
 def cache_argument(model: PreTrainedModel) -> str:

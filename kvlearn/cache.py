@@ -26,6 +26,7 @@ from kvlearn.rotary import Unrotator
 from kvlearn.shapes import Budget, GroupReduce, Protection, whole_number
 from kvlearn.slots import LayerConfig, Recorder
 from kvlearn.support import NO_ROLLBACK, check_model, managed_layers
+from kvlearn.together import end_blocks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -89,7 +90,7 @@ class EvictingCache(Cache):
         floor: float | None = None,
         impl: Impl = "auto",
     ) -> None:
-        _require_enabled(model)
+        attention.require_enabled(model)
         check_model(model)
         use_triton(impl, next(model.parameters()))  # an explicit request that cannot be met is refused here
         self.policy = resolve(policy)
@@ -149,9 +150,10 @@ class EvictingCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention; see :class:`EvictingLayer`."""
         managed = layer_idx in self.managed
+        first = managed and layer_idx == self.managed[0]
         # Asked once per call of the model, because transformers takes long to answer.
-        if (not managed or layer_idx == self.managed[0]) and self._model_config._attn_implementation != attention.NAME:
-            raise KvlearnError(_wrong_attention(self._model_config._attn_implementation))
+        if (first or not managed) and self._model_config._attn_implementation != attention.NAME:
+            raise attention.wrong_attention(self._model_config._attn_implementation)
         if torch.compiler.is_compiling():
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return attention.tag_compiled(keys, self._handle), values
@@ -164,12 +166,15 @@ class EvictingCache(Cache):
         if self._latest is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._latest.pending = True
-        self.warn_of_length(layer_idx, key_states.shape[2])
+        if first:
+            self.begin(key_states.shape[2])
         return self._latest.update(key_states, value_states)
 
-    def warn_of_length(self, layer: int, count: int) -> None:
-        """Say once that ``count`` more tokens in a managed layer make a longer text than the model was made for."""
-        if self._most_positions is not None and (length := self.get_seq_length(layer) + count) > self._most_positions:
+    def begin(self, count: int) -> None:
+        """Before the first managed layer takes ``count`` tokens: end blocks, and say once that a text is too long."""
+        layers = self.evicting_layers()
+        end_blocks(layers)
+        if self._most_positions is not None and (length := layers[0].seen + count) > self._most_positions:
             warnings.warn(
                 f"the text is {length} tokens long and the model has {self._most_positions} positions, so its output "
                 "may degrade; EvictingCache(positions='compact') counts positions within the cache instead.",
@@ -385,18 +390,3 @@ def _observation(
             stacklevel=3,
         )
     return block, group_reduce
-
-
-def _require_enabled(model: PreTrainedModel) -> None:
-    if not hasattr(model, "config"):
-        raise KvlearnError(f"model is {model!r}; give the transformers model first, then the policy and the budget.")
-    current = getattr(model.config, "_attn_implementation", None)
-    if current != attention.NAME:
-        raise KvlearnError(_wrong_attention(current))
-
-
-def _wrong_attention(current: str | None) -> str:
-    return (
-        f"the model uses attn_implementation={current!r}, which an EvictingCache cannot see; "
-        "call kvlearn.enable(model)."
-    )

@@ -109,14 +109,14 @@ class EvictingLayer(Observer):
         nth = torch.arange(1, count + 1, device=key.device)[None] if valid is None else valid.cumsum(-1)
         self.check_prompt(nth)
         self.complete()
-        if count > 1:
+        if count > 1 or self.ended:
             self.close_block()
         pos = (self.length[:, None] + (nth - 1)).int()
         if valid is not None:
             pos = pos.masked_fill(~valid, -1)
             self._expect_padding()
         plain, static = self._unrotated(key, value, pos, position_ids)
-        fits = self._plan(count)
+        fits = self.plan(count)
         if self.config.compact is not None:
             assert plain is not None  # compact positions keep keys before rotation
             query, key = self._compact(query, plain, pos, position_ids, fits)
@@ -178,7 +178,7 @@ class EvictingLayer(Observer):
             turned = pos + self.offset[:, None]
         self.keep_recent(query, turned.expand(pos.shape).long().masked_fill(pos < 0, -1))
 
-    def _plan(self, count: int) -> bool:
+    def plan(self, count: int) -> bool:
         """Have ``order`` name the slots that the next ``count`` tokens overwrite; False if only a cut will do."""
         if self.order.shape[-1] - self.cursor >= count * self.lanes:
             return True
@@ -210,20 +210,20 @@ class EvictingLayer(Observer):
 
     def _may_wait(self, key: Tensor, position_ids: Tensor | None) -> bool:
         """Whether a decoded token is stored in two steps: nobody is told of it, and its keys stay as they come."""
-        config = self.config
         return (
             self.decoding
             and self.lanes == 1
-            and config.recorder is None
-            and config.compact is None
+            and self.config.waits
             and (position_ids is None or position_ids.ndim == 2)
             and key.shape[0] == self.pos.shape[0]
         )
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor | None) -> Tensor:
         """A single token per row, none of it padding; its slots are settled when the block ends."""
+        if self.ended:
+            self.close_block()
         if self.cursor == self.order.shape[-1]:
-            self._plan(1)
+            self.plan(1)
         if "queries" in self.config.policy.reads:
             self._keep_recent(query, self.length[:, None], position_ids)
         self.write_waiting(key, value, position_ids)
@@ -250,7 +250,7 @@ class EvictingLayer(Observer):
         self.length = self.length + call.tokens
         if count == 1:
             self._keep_query(call.query, lse, call.pos)
-        elif self._observing:
+        elif self.config.observes:
             slots = self.held()
             self._observe(call.query, lse, call.pos, slots, own_keys_last=not (evicts or self.uneven))
             self._store_observed(slots)
@@ -261,7 +261,7 @@ class EvictingLayer(Observer):
         out, lse = self._attend_all(call, None)
         slots = self.joined(call)
         self.length = self.length + call.tokens
-        if self._observing:
+        if self.config.observes:
             self._observe(call.query, lse, call.pos, slots, own_keys_last=True)
         slots = replace(slots, length=self.length, prompt_length=self.first_prompt)
         by_head, slots = slots, self._flat(slots)

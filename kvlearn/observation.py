@@ -6,7 +6,7 @@ received from the block, which is folded into the history. That is exact, and co
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,31 +14,51 @@ from kvlearn import history
 from kvlearn.kernels.column_mass import column_mass
 from kvlearn.kernels.observe import fold, observe
 from kvlearn.policies.base import Slots
-from kvlearn.waiting import WaitingStore
+from kvlearn.waiting import WaitingStore, as_made, each
+
+
+class Places(NamedTuple):
+    """Views of where the queries of a block are kept; see :func:`kvlearn.waiting.each`.
+
+    Attributes:
+        queries: ``[B, H * G, W, D]`` what they are views of.
+        query: for each of the block's queries, ``[B, H * G, 1, D]``.
+        norm: for each, ``[B, H * G, 1]`` of the log-sum-exps.
+    """
+
+    queries: Tensor
+    query: tuple[Tensor, ...]
+    norm: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, queries: Tensor, lse: Tensor) -> Places:
+        """For tensors of a whole block."""
+        return cls(queries, each(queries, 2), each(lse, 2))
 
 
 class Observer(WaitingStore):
     """Slots whose history follows what they are given."""
 
-    @property
-    def _observing(self) -> bool:
-        return bool(self.config.policy.reads & {"history", "last_query"}) or self.config.recorder is not None
-
     def _keep_query(self, query: Tensor, lse: Tensor, pos: Tensor | None = None) -> None:
         """Remember a decoded query until its block ends; ``pos`` ``[B, 1]`` unless it is the row's latest token."""
         block, at = self.config.budget.block, self.open
-        if self._observing:
+        if self.config.observes:
             if self.queries is None:
                 batch, query_heads, _, dim = query.shape
-                self.queries = query.new_zeros(batch, query_heads, block, dim)
-                self.lse = lse.new_zeros(batch, query_heads, block)
-            self.queries.narrow(2, at, 1).copy_(query)
-            self.lse.narrow(2, at, 1).copy_(lse)
+                # In memory what comes together lies together.
+                self.queries = query.new_zeros(batch, block, query_heads, dim).transpose(1, 2)
+                self.lse = lse.new_zeros(batch, block, query_heads).transpose(1, 2)
+            if self.places is None or self.places.queries is not self.queries:
+                self.places = Places.of(self.queries, self.lse)
+            if query.requires_grad:
+                query, lse = query.detach(), lse.detach()
+            self.places.query[at].copy_(query)
+            self.places.norm[at].copy_(lse)
             if self.uneven:
                 self.query_pos[:, at : at + 1] = self.length[:, None] - 1 if pos is None else pos
         self.open = at + 1
-        if self.open == block:
-            self.close_block()
+        if self.open == block and not self.config.waits:
+            self.close_block()  # these are told at once; all else can wait for the next token, or for who looks
 
     def _expect_padding(self) -> None:
         """From now on positions are kept query by query; without padding they are known without."""
@@ -47,18 +67,30 @@ class Observer(WaitingStore):
             self.query_pos[:, : self.open] = self._latest(self.open)
         self.uneven, self.fresh = True, False
 
+    @as_made
     def close_block(self) -> None:
         """Observe the queries kept since the last block ended, and drop what was planned for the rest of the block."""
-        if self.open == 0:
-            return
         self.settle()
         count, self.open = self.open, 0
         self.order, self.cursor = self.order[..., :0], 0
-        if self._observing:
+        if count == 0:
+            return
+        if self.config.observes:
             query, lse, slots = self.queries[:, :, :count], self.lse[:, :, :count], self.held(static=False)
             query_pos = self.query_pos[:, :count] if self.uneven else self._latest(count)
             self._observe(query, lse, query_pos, slots, own_keys_last=False)
             self._store_observed(slots)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a block is complete and has not been observed."""
+        return self.open == self.config.budget.block
+
+    def held(self, static: bool = True) -> Slots:
+        """What a policy may read of the slots in use; without ``static``, static inputs may be missing."""
+        if self.ended:
+            self.close_block()
+        return super().held(static)
 
     def _store_observed(self, slots: Slots) -> None:
         """Take back what was observed into :meth:`held` slots: here they are the stored ones."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from kvlearn.errors import KvlearnError
 
 GroupReduce = Literal["mean", "max"]
+Layer = int | tuple[int, ...]  # index in the model; or those of several layers, as one with the heads of all
 
 DEFAULT_BLOCK = 32
 DEFAULT_SINKS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +89,8 @@ class LayerConfig:
 
     ``unrotate`` is needed by a recorder and by policies that read keys before rotation; with ``compact``, the layer's
     rotary embedding, positions are those within the cache. ``rotary`` is the same for policies that read queries.
-    ``floor`` is the share of the budget that a head of a pool holds at least.
+    ``floor`` is the share of the budget that a head of a pool holds at least. ``layers`` are the indices of all layers
+    where several go as one (:mod:`kvlearn.together`).
     """
 
     index: int
@@ -101,6 +103,22 @@ class LayerConfig:
     compact: Unrotator | None = None
     rotary: Unrotator | None = None
     floor: float = 0.0
+    layers: tuple[int, ...] = ()
+
+    @cached_property
+    def observes(self) -> bool:
+        """Whether anyone reads what queries give to slots."""
+        return bool(self.policy.reads & {"history", "last_query"}) or self.recorder is not None
+
+    @cached_property
+    def keeps_ids(self) -> bool:
+        """Whether static inputs are made of keys before rotation."""
+        return "static" in self.policy.reads
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether what only the end of a block reads may be made there: nobody is told of tokens as they come."""
+        return self.recorder is None and self.compact is None
 
 
 class SlotStore(CacheLayerMixin):
@@ -168,6 +186,8 @@ class SlotStore(CacheLayerMixin):
         self.pending = False  # `update` was called and `attend` was not yet
         self.scale = 1.0  # on the dot products; every call tells it, and the cap of logits
         self.softcap: float | None = None
+        self.places: Any = None  # of the block's queries, and of what rotated their keys
+        self.id_places: Any = None
         self.faults: Faults | None = None  # made by the first selection on a GPU
         self.ahead: Ahead | None = None  # of `order`, made by its first token
 

@@ -157,7 +157,7 @@ def capture(cache: EvictingCache, model: PreTrainedModel) -> tuple[dict[str, Any
         for name, value in vars(layer).items():
             if isinstance(value, Tensor):
                 tensors[f"layer.{i}.{name}"] = value.detach().cpu().clone().contiguous()
-            elif isinstance(value, bool | int):
+            elif isinstance(value, bool | int | float):
                 own[name] = value
             elif isinstance(value, dict | list) and value:
                 raise KvlearnError(f"layer {i} ({type(layer).__name__}) keeps state that cannot be saved yet.")

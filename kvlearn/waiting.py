@@ -27,7 +27,7 @@ from kvlearn.slots import SLOT_DIM, Call, SlotStore
 _AT_ONCE = 256  # tokens whose static inputs are made at once; more would take memory and no less time
 
 
-def _as_made(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def as_made(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """Run in inference mode what writes slots that were made in it: outside of it they cannot be written."""
 
     @functools.wraps(method)
@@ -39,6 +39,11 @@ def _as_made(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return run
 
 
+def each(tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Views of the places along ``dim``, made once: making one takes as long as writing to it."""
+    return tuple([tensor.narrow(dim, i, 1) for i in range(tensor.shape[dim])])
+
+
 class WaitingStore(SlotStore):
     """Slots whose latest tokens may have keys and values alone.
 
@@ -47,7 +52,7 @@ class WaitingStore(SlotStore):
 
     def write_waiting(self, key: Tensor, value: Tensor, position_ids: Tensor | None) -> None:
         """Store what the next query needs of a single token per row."""
-        if "static" in self.config.policy.reads:
+        if self.config.keeps_ids:
             self._keep_ids(position_ids)
         at = self.cursor
         if use_triton(self.config.impl, self.keys):
@@ -88,10 +93,15 @@ class WaitingStore(SlotStore):
             free = self.keys.shape[2] - self.used if self.fresh else 0
             room = max(self.config.budget.block, free)
             self.waiting_ids = position_ids.new_zeros(self.pos.shape[0], room)
-        self.waiting_ids.narrow(1, at, 1).copy_(position_ids)
-        self.bare += self.fresh
+        if self.fresh:  # as many places as there were free slots, each of them used once
+            self.waiting_ids.narrow(1, at, 1).copy_(position_ids)
+            self.bare += 1
+            return
+        if self.id_places is None or self.id_places[0] is not self.waiting_ids:
+            self.id_places = (self.waiting_ids, each(self.waiting_ids, 1))
+        self.id_places[1][at].copy_(position_ids)
 
-    @_as_made
+    @as_made
     def settle(self) -> None:
         """Give the tokens that wait their positions, and their slots an empty history.
 
@@ -131,7 +141,7 @@ class WaitingStore(SlotStore):
             if slots is not None:
                 slots.scatter_(dim, expand(target, slots, dim), 0)
 
-    @_as_made
+    @as_made
     def complete(self) -> None:
         """Leave nothing for later."""
         self.settle()
@@ -143,9 +153,9 @@ class WaitingStore(SlotStore):
             if static is not None:
                 self.static[:, :, slots] = static
         if count:
-            self.waiting_ids = None  # it had room for every free slot
+            self.waiting_ids = self.id_places = None  # it had room for every free slot
 
-    @_as_made
+    @as_made
     def _place_waiting(self) -> None:
         """Positions of the tokens that wait, where they were not told as they came."""
         count = self.waiting
@@ -176,7 +186,7 @@ class WaitingStore(SlotStore):
 
     def static_of(self, plain: Tensor, value: Tensor) -> Tensor | None:
         """``[B, H, C, R]`` static score inputs of tokens, for which there is room from the first ones on."""
-        static = self.config.policy.static(self.config.index, plain, value)
+        static = self.config.policy.static(self.config.layers or self.config.index, plain, value)
         if static is not None and self.static is None:
             self.static = static.new_zeros(*self.pos.shape, static.shape[-1])
         return static
@@ -212,6 +222,7 @@ class WaitingStore(SlotStore):
             block=self.config.budget.block,
             impl=self.config.impl,
             queries=None if self.recent is None else Queries(self.recent, self.turned, self.scale, self.config.rotary),
+            layers=self.config.layers,
             **{name: narrow(name) for name in SLOT_DIM},
         )
 

@@ -59,7 +59,7 @@ def test_static_inputs_are_made_when_something_must_go(model: Any, monkeypatch: 
     made = cache.policy.static
 
     def counted(layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        tokens.extend([keys.shape[2]] * (layer == 0))
+        tokens.extend([keys.shape[2]] * (layer in (0, (0, 1))))  # both layers may be asked for at once
         return made(layer, keys, values)
 
     monkeypatch.setattr(cache.policy, "static", counted)
@@ -111,10 +111,11 @@ def test_a_layer_without_bound_goes_on_waiting(model: Any, monkeypatch: pytest.M
     assert_equal(watched, left)
 
 
+@pytest.mark.parametrize("steps", [3, BLOCK])
 @pytest.mark.parametrize("tokens", [12, 40], ids=["free slots", "full"])
-def test_what_was_decoded_in_inference_mode_can_be_looked_at_outside(model: Any, tokens: int) -> None:
+def test_what_was_decoded_in_inference_mode_can_be_looked_at_outside(model: Any, tokens: int, steps: int) -> None:
     cache = make(model, "learned")
     with torch.inference_mode():
-        feed(model, cache, prompt(tokens + 3), [tokens, 1, 1, 1])
-    assert tokens + 2 in held(cache)[0][0][0], "the latest token is not told"
+        feed(model, cache, prompt(tokens + steps), [tokens, *[1] * steps])
+    assert tokens + steps - 1 in held(cache)[0][0][0], "the latest token is not told"
     assert state(cache)

@@ -20,7 +20,7 @@ FLOORS = (
     ("corpora", "kernels", "metrics", "models", "rotary", "targets", "traces"),
     ("scorers",),
     ("policies",),
-    ("attention", "cache", "layer", "observation", "pool", "slots", "state", "support", "waiting"),
+    ("attention", "cache", "layer", "observation", "pool", "slots", "state", "support", "together", "waiting"),
     (
         "baseline",
         "bench",

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations import sdpa_attention
 
 from kvlearn import attention, layer, observation, slots, waiting
+from kvlearn import cache as caches
 from kvlearn.bench.parts import Place
 from kvlearn.cache import EvictingCache
 from kvlearn.errors import KvlearnError
@@ -238,6 +239,7 @@ def evicting_places(policy: Policy) -> tuple[Place, ...]:
         (observation, "observe", "observe"),
         (layer, "select_victims", "select"),
         (layer.EvictingLayer, "attend", "bookkeeping"),
+        (caches, "end_blocks", "bookkeeping"),
         (policy, "score", "score"),
         (policy, "static", "score"),
     )

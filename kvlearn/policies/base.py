@@ -18,7 +18,7 @@ from kvlearn.errors import KvlearnError
 from kvlearn.kernels.launch import Impl
 from kvlearn.kernels.select import INFEASIBLE, NAN, select
 from kvlearn.rotary import Unrotator
-from kvlearn.shapes import GroupReduce
+from kvlearn.shapes import GroupReduce, Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ class Slots:
     """What a policy may read of one layer when it scores.
 
     Args:
-        layer: index of the layer in the model.
+        layer: index of the layer in the model; of the first, where several are scored as one with the heads of all.
         pos: ``[B, H, S]`` int32 logical position of each slot's token in its row, -1 where the slot is empty.
         length: ``[B]`` int64 tokens seen by each row.
         prompt_length: ``[B]`` int64 tokens of each row's first prompt; equal to ``length`` until decoding begins.
@@ -69,6 +69,7 @@ class Slots:
         impl: implementation of kernels, for a policy that calls one.
         queries: the latest queries, or ``None`` when the policy does not read ``"queries"`` or none has come.
         plain: ``[B, H, S, D]`` keys before rotation, or ``None`` unless positions are those within the cache.
+        layers: indices of all the layers, for a policy that ``joins`` them.
     """
 
     layer: int
@@ -85,6 +86,7 @@ class Slots:
     impl: Impl = "auto"
     plain: Tensor | None = None
     queries: Queries | None = None
+    layers: tuple[int, ...] = ()
 
     @property
     def valid(self) -> Tensor:
@@ -113,6 +115,8 @@ class Policy:
         paper: arXiv id or definition.
         kind: role in comparisons.
         reads: what the cache must maintain for this policy; the less, the faster.
+        joins: whether several layers can be scored as one with the heads of all of them: then no head may matter to
+            another, nor its layer, except by :attr:`Slots.layers` and what :meth:`static` is told.
         query_window: how many of the latest queries the cache keeps, for a policy that reads ``"queries"``.
     """
 
@@ -121,6 +125,7 @@ class Policy:
     paper: ClassVar[str]
     kind: ClassVar[Kind] = "heuristic"
     reads: ClassVar[frozenset[Reads]] = frozenset()
+    joins: ClassVar[bool] = False
     query_window = 0  # not annotated, so that it is no option
 
     @property
@@ -157,11 +162,11 @@ class Policy:
     def bind(self, model: PreTrainedModel) -> None:
         """Check that this policy can serve ``model``; raise :class:`KvlearnError` if not. Called once per cache."""
 
-    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
+    def static(self, layer: Layer, keys: Tensor, values: Tensor) -> Tensor | None:
         """Score inputs computed once per token, when it is written (``"static"`` in ``reads``).
 
         Args:
-            layer: index of the layer.
+            layer: index of the layer in the model, or of several that the policy joins.
             keys: ``[B, H, C, D]`` before the rotary embedding.
             values: ``[B, H, C, D]``.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlearn.errors import KvlearnError
 from kvlearn.policies.base import Policy, Slots
-from kvlearn.shapes import GroupReduce
+from kvlearn.shapes import GroupReduce, Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +99,7 @@ class Composed(Policy):
             return self
         return self.inside if layer in self.part.members else self.outside
 
-    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
+    def static(self, layer: Layer, keys: Tensor, values: Tensor) -> Tensor | None:
         """That of the policy that reads any."""
         reader = self.inside if "static" in self.inside.reads else self.outside
         return reader.static(layer, keys, values)

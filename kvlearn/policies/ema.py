@@ -30,6 +30,7 @@ class Ema(Policy):
     summary = "most attention lately: an average that decays"
     paper = "decaying counters, as in web caching (LRB, NSDI 2020)"
     reads = frozenset({"history"})
+    joins = True
 
     def __post_init__(self) -> None:
         if self.half_life not in HALF_LIVES:

@@ -21,6 +21,7 @@ class GKV(Policy):
     summary = "highest attention so far, decaying"
     paper = "G-KV (microsoft/G-KV)"
     reads = frozenset({"history"})
+    joins = True
 
     def score(self, slots: Slots) -> Tensor:
         """Decayed maximum of block maximum mass."""

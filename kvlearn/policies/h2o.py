@@ -27,6 +27,7 @@ class H2O(Policy):
     summary = "most attention in total, and the most recent half"
     paper = "H2O, arXiv 2306.14048"
     reads = frozenset({"history"})
+    joins = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent_share <= 1:

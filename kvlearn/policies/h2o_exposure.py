@@ -20,6 +20,7 @@ class H2OExposure(Policy):
     summary = "most attention per query that could see the token"
     paper = "H2O, arXiv 2306.14048, without its age bias"
     reads = frozenset({"history"})
+    joins = True
 
     def score(self, slots: Slots) -> Tensor:
         """Mean mass since the token was written."""

@@ -22,6 +22,7 @@ class LazyEviction(Policy):
     summary = "tokens silent for less than their longest silence"
     paper = "LazyEviction, arXiv 2506.15969"
     reads = frozenset({"history"})
+    joins = True
 
     def score(self, slots: Slots) -> Tensor:
         """``2 sigmoid(-idle / gap) + 2 sigmoid(-1 / gap)``: how likely a return is, and how well proven."""

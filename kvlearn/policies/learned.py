@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.score import score as forecast
 from kvlearn.policies.base import Policy, Slots
-from kvlearn.shapes import GroupReduce
+from kvlearn.shapes import GroupReduce, Layer
 
 Inputs = Literal["float16", "int8"]
 
@@ -43,6 +43,7 @@ class Learned(Policy):
     paper = "this package"
     kind = "learned"
     reads = frozenset({"history", "static"})
+    joins = True
 
     def __post_init__(self) -> None:
         if self.scorer is None:
@@ -81,7 +82,7 @@ class Learned(Policy):
         scorer.check_model(model)
         scorer.to(model.device)
 
-    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+    def static(self, layer: Layer, keys: Tensor, values: Tensor) -> Tensor:
         """The scorer's static inputs of new tokens, ``[B, H, C, R]``."""
         scorer = self._scorer()
         static = scorer.static(layer, keys, values)
@@ -91,5 +92,5 @@ class Learned(Policy):
         """The scorer's forecast."""
         assert slots.state is not None
         assert slots.static is not None
-        weights = self._scorer().weights(slots.layer, encoded=self.inputs == "int8")
+        weights = self._scorer().weights(slots.layers or slots.layer, encoded=self.inputs == "int8")
         return forecast(slots.state, slots.pos, slots.length, slots.static, weights, impl=slots.impl)

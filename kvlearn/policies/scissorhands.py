@@ -25,6 +25,7 @@ class Scissorhands(Policy):
     summary = "fewest blocks that passed the token over"
     paper = "Scissorhands, arXiv 2305.17118"
     reads = frozenset({"history"})
+    joins = True
 
     def score(self, slots: Slots) -> Tensor:
         """Minus the decayed number of blocks without a hit."""

@@ -36,6 +36,7 @@ class SnapKV(Policy):
     summary = "most attention by the last block, neighbours pooled"
     paper = "SnapKV, arXiv 2404.14469"
     reads = frozenset({"history"})
+    joins = True
 
     def __post_init__(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0:

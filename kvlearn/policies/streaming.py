@@ -16,6 +16,7 @@ class Streaming(Policy):
     name = "streaming"
     summary = "sinks and the most recent tokens"
     paper = "StreamingLLM, arXiv 2309.17453"
+    joins = True
 
     def score(self, slots: Slots) -> Tensor:
         """The newer, the better."""

@@ -16,6 +16,7 @@ from kvlearn.kernels.score import Weights, evaluate
 from kvlearn.scorers import files
 from kvlearn.scorers.config import ScorerConfig
 from kvlearn.scorers.encoder import ENCODERS, versions
+from kvlearn.shapes import Layer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,7 +65,7 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.code_std: Tensor
         self.register_buffer("code_mean", torch.zeros(*lead, config.static_size))
         self.register_buffer("code_std", torch.ones(*lead, config.static_size))
-        self._cache: dict[tuple[int, bool], Weights] = {}
+        self._cache: dict[tuple[Layer | None, bool], Weights] = {}
         self._cache_key: tuple[int, ...] = ()
         self.reset_parameters()
 
@@ -120,17 +121,17 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         self.skip[..., start] = self.std[..., start]
         self.bias.copy_(self.mean[..., start])
 
-    def _fold(self, layer: slice) -> Weights:
-        """Standardisation folded into the weights of some layers."""
-        weight = self.skip[layer].flatten(0, 1)[:, None]  # [X, 1, F']
-        bias = self.bias[layer].flatten()[:, None]  # [X, 1]
+    def _fold(self) -> Weights:
+        """Standardisation folded into the weights, of the heads of all layers."""
+        weight = self.skip.flatten(0, 1)[:, None]  # [X, 1, F']
+        bias = self.bias.flatten()[:, None]  # [X, 1]
         out = None
         if self.w1 is not None and self.b1 is not None and self.w2 is not None:
-            weight = torch.cat([weight, self.w1[layer].flatten(0, 1).transpose(1, 2)], dim=1)
-            bias = torch.cat([bias, self.b1[layer].flatten(0, 1)], dim=1)
-            out = self.w2[layer].flatten(0, 1)[:, None]
-        weight = weight / self.std[layer].flatten(0, 1)[:, None]
-        bias = torch.baddbmm(bias[..., None], weight, self.mean[layer].flatten(0, 1)[..., None], alpha=-1)
+            weight = torch.cat([weight, self.w1.flatten(0, 1).transpose(1, 2)], dim=1)
+            bias = torch.cat([bias, self.b1.flatten(0, 1)], dim=1)
+            out = self.w2.flatten(0, 1)[:, None]
+        weight = weight / self.std.flatten(0, 1)[:, None]
+        bias = torch.baddbmm(bias[..., None], weight, self.mean.flatten(0, 1)[..., None], alpha=-1)
         split = len(features.DYNAMIC)
         return Weights(weight[..., :split], weight[..., split:], bias, out)
 
@@ -172,17 +173,16 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         Returns:
             ``[L, H, S]`` float32.
         """
-        folded = self._fold(slice(None))
-        return evaluate(folded, dynamic.flatten(0, 1), static.flatten(0, 1)).view(dynamic.shape[:3])
+        return evaluate(self._fold(), dynamic.flatten(0, 1), static.flatten(0, 1)).view(dynamic.shape[:3])
 
-    # ---- run time: one layer -----------------------------------------------------------------------------------
+    # ---- run time: one layer, or several as one with the heads of all ------------------------------------------
 
     @torch.no_grad()
-    def static(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+    def static(self, layer: Layer, keys: Tensor, values: Tensor) -> Tensor:
         """Score inputs computed once, when tokens are written.
 
         Args:
-            layer: index of the layer in the model.
+            layer: index of the layer in the model, or of several, for the heads of one after the other.
             keys: ``[B, H, C, D]`` before the rotary embedding.
             values: ``[B, H, C, D]``.
 
@@ -192,28 +192,28 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         Raises:
             KvlearnError: the scorer has no such layer.
         """
-        vectors, index = features.layer_vectors(keys, values), self._index(layer)
+        vectors, layers = features.layer_vectors(keys, values), self._slice(layer)
         static = features.static_scalars(vectors)
         if self.encoder is not None:
-            static = torch.cat([static, self.encoder.encode(index, vectors)], dim=-1)
+            static = torch.cat([static, self.encoder.encode(layers, vectors)], dim=-1)
         return static.to(features.STATIC_DTYPE)
 
     @torch.no_grad()
-    def encode(self, layer: int, static: Tensor) -> Tensor:
+    def encode(self, layer: Layer, static: Tensor) -> Tensor:
         """Static inputs as one byte each, which ``weights(layer, encoded=True)`` reads.
 
         A code is the standardised input in steps of 1/24; inputs further than 5.3 standard deviations from the mean of
         the training data are cut off.
 
         Args:
-            layer: index of the layer in the model.
+            layer: as for :meth:`static`.
             static: ``[B, H, C, R + 2]`` from :meth:`static`.
 
         Returns:
             int8 of the same shape.
         """
-        index = self._index(layer)
-        mean, std = self.code_mean[index][:, None], self.code_std[index][:, None]  # [H, 1, R + 2]
+        layers = self._slice(layer)
+        mean, std = (t[layers].flatten(0, 1)[:, None] for t in (self.code_mean, self.code_std))  # [H, 1, R + 2]
         return ((static.float() - mean) * (_CODES / std)).round_().clamp_(-127, 127).to(torch.int8)
 
     @torch.no_grad()
@@ -239,11 +239,11 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         return scores.view(batch, heads, slots)
 
     @torch.no_grad()
-    def weights(self, layer: int, encoded: bool = False) -> Weights:
+    def weights(self, layer: Layer, encoded: bool = False) -> Weights:
         """What scores one layer, acting on raw features; kept until a weight changes.
 
         Args:
-            layer: index of the layer in the model.
+            layer: as for :meth:`static`.
             encoded: whether static inputs come from :meth:`encode`.
 
         Raises:
@@ -253,20 +253,31 @@ class Scorer(nn.Module, ModelHubMixin, library_name="kvlearn", tags=["kv-cache",
         if key != self._cache_key:
             self._cache.clear()
             self._cache_key = key
-        folded = self._cache.get((layer, encoded))
-        if folded is None:
-            index = self._index(layer)
-            folded = self._fold(slice(index, index + 1)).map(lambda t: t.float().contiguous())
+        if (None, encoded) not in self._cache:
+            folded = self._fold().map(lambda t: t.float().contiguous())
             if encoded:
-                bias = folded.bias + folded.static @ self.code_mean[index][..., None]
-                folded = folded._replace(static=folded.static * (self.code_std[index][:, None] / _CODES), bias=bias)
-            self._cache[layer, encoded] = folded
-        return folded
+                bias = folded.bias + folded.static @ self.code_mean.flatten(0, 1)[..., None]
+                steps = self.code_std.flatten(0, 1)[:, None] / _CODES
+                folded = folded._replace(static=folded.static * steps, bias=bias)
+            self._cache[None, encoded] = folded
+        if (layer, encoded) not in self._cache:  # a view
+            layers, heads = self._slice(layer), self.config.heads
+            rows = slice(layers.start * heads, layers.stop * heads)
+            self._cache[layer, encoded] = self._cache[None, encoded].map(lambda t: t[rows])
+        return self._cache[layer, encoded]
 
-    def _index(self, layer: int) -> int:
-        if layer not in self.index_of:
-            raise KvlearnError(f"this scorer has no layer {layer}; it scores layers {list(self.config.layers)}.")
-        return self.index_of[layer]
+    def _slice(self, layer: Layer) -> slice:
+        """Where the scorers of layers are that follow one another."""
+        layers = layer if isinstance(layer, tuple) else (layer,)
+        if layers[0] not in self.index_of:
+            raise KvlearnError(f"this scorer has no layer {layers[0]}; it scores layers {list(self.config.layers)}.")
+        first = self.index_of[layers[0]]
+        found = slice(first, first + len(layers))
+        if self.config.layers[found] != layers:
+            raise KvlearnError(
+                f"layers {layers} do not follow one another in those of this scorer: {self.config.layers}."
+            )
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._cache.clear()  # weights move to another device or dtype

@@ -47,12 +47,13 @@ class KeyEncoder(nn.Module):
         """Tokens of all layers: ``[L, 2 H, C, D]`` to ``[L, H, C, R]``, in float32."""
         return self._keys(vectors) @ self.projection.float()
 
-    def encode(self, index: int, vectors: Tensor) -> Tensor:
-        """Tokens of the ``index``-th scored layer: ``[B, 2 H, C, D]`` to ``[B, H, C, R]``."""
-        return self._keys(vectors) @ self.projection[index].float()
+    def encode(self, layers: slice, vectors: Tensor) -> Tensor:
+        """Tokens of some scored layers, as one with the heads of all: ``[B, 2 H, C, D]`` to ``[B, H, C, R]``."""
+        return self._keys(vectors) @ self.projection[layers].flatten(0, 1).float()
 
-    def _keys(self, vectors: Tensor) -> Tensor:
-        return vectors[:, : self.projection.shape[1]]
+    @staticmethod
+    def _keys(vectors: Tensor) -> Tensor:
+        return vectors[:, : vectors.shape[1] // 2]
 
 
 class _Folded(NamedTuple):
@@ -85,7 +86,7 @@ class LayerEncoder(nn.Module):
         self.std: Tensor
         self.register_buffer("mean", torch.zeros(layers, inputs))
         self.register_buffer("std", torch.ones(layers, inputs))
-        self._cache: dict[int, _Folded] = {}
+        self._cache: _Folded | None = None
         self._cache_key: tuple[int, ...] = ()
 
     @torch.no_grad()
@@ -107,46 +108,46 @@ class LayerEncoder(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Tokens of all layers: ``[L, 2 H, C, D]`` to ``[L, H, C, R]``, in float32."""
-        folded = self._fold(slice(None))
-        z = torch.baddbmm(folded.bias, self._inputs(vectors), folded.weight)
-        hidden, linear = z.split(folded.out.shape[-2:], dim=-1)
-        return self._by_head(torch.baddbmm(linear, functional.gelu(hidden), folded.out))
+        encoded = self._encode(self._inputs(vectors), self._fold())
+        return encoded.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     @torch.no_grad()
-    def encode(self, index: int, vectors: Tensor) -> Tensor:
-        """Tokens of the ``index``-th scored layer: ``[B, 2 H, C, D]`` to ``[B, H, C, R]``."""
-        weight, bias, out = self._kept(index)
-        x = self._inputs(vectors)  # [B, C, I]
-        hidden, linear = torch.addmm(bias, x.flatten(0, 1), weight).split(out.shape, dim=-1)
-        encoded = torch.addmm(linear, functional.gelu(hidden), out)
-        return self._by_head(encoded.unflatten(0, x.shape[:2]))
+    def encode(self, layers: slice, vectors: Tensor) -> Tensor:
+        """Tokens of some scored layers, as one with the heads of all: ``[B, 2 H, C, D]`` to ``[B, H, C, R]``."""
+        folded = _Folded(*(tensor[layers] for tensor in self._kept()))
+        batch, _, count, _ = vectors.shape
+        by_layer = vectors.unflatten(1, (2, -1, self.heads))  # [B, 2, L, H, C, D]
+        x = by_layer.permute(2, 0, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [L, B C, I]
+        encoded = self._encode(x, folded).view(-1, batch, count, self.heads, folded.out.shape[-1] // self.heads)
+        return encoded.permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+    @staticmethod
+    def _encode(x: Tensor, folded: _Folded) -> Tensor:
+        """``[L, N, I]`` to ``[L, N, O]``."""
+        z = torch.baddbmm(folded.bias, x, folded.weight)
+        hidden, linear = z.split(folded.out.shape[-2:], dim=-1)
+        return torch.baddbmm(linear, functional.gelu(hidden), folded.out)
 
     def _inputs(self, vectors: Tensor) -> Tensor:
         """``[B, C, I]``."""
         return vectors.transpose(1, 2).flatten(2)
 
-    def _by_head(self, encoded: Tensor) -> Tensor:
-        """``[B, C, H R]`` to ``[B, H, C, R]``."""
-        return encoded.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+    def _fold(self) -> _Folded:
+        """Standardisation folded into the weights."""
+        weight = torch.cat([self.w1, self.linear], dim=-1) / self.std[..., None]
+        bias = functional.pad(self.b1, (0, self.linear.shape[-1]))[..., None, :]
+        return _Folded(weight, bias - self.mean[..., None, :] @ weight, self.w2)
 
-    def _fold(self, layers: slice | int) -> _Folded:
-        """Standardisation folded into the weights of some layers."""
-        weight = torch.cat([self.w1[layers], self.linear[layers]], dim=-1) / self.std[layers][..., None]
-        bias = functional.pad(self.b1[layers], (0, self.linear.shape[-1]))[..., None, :]
-        return _Folded(weight, bias - self.mean[layers][..., None, :] @ weight, self.w2[layers])
-
-    def _kept(self, index: int) -> _Folded:
-        """What encodes one layer; kept until a weight changes."""
+    def _kept(self) -> _Folded:
+        """What encodes, of all layers; kept until a weight changes."""
         key = versions(self)
-        if key != self._cache_key:
-            self._cache.clear()
+        if self._cache is None or key != self._cache_key:
+            self._cache = _Folded(*(t.float().contiguous() for t in self._fold()))
             self._cache_key = key
-        if index not in self._cache:
-            self._cache[index] = _Folded(*(t.float().contiguous() for t in self._fold(index)))
-        return self._cache[index]
+        return self._cache
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._cache.clear()  # weights move to another device or dtype
+        self._cache = None  # weights move to another device or dtype
         return super()._apply(fn, recurse)
 
 
