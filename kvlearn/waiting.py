@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlearn import history
 from kvlearn.kernels.launch import use_triton
-from kvlearn.kernels.replace import Ahead, append, copy_rows, expand
+from kvlearn.kernels.replace import Ahead, append, copy_rows, expand, put_rows
 from kvlearn.kernels.replace import replace as replace_slots
 from kvlearn.kernels.replace.reference import flat_rows
 from kvlearn.policies.base import Queries, Slots
@@ -72,10 +72,10 @@ class WaitingStore(SlotStore):
         else:
             if self.ahead is None or self.ahead.order is not self.order:
                 first = self.length - at if self.uneven else None
-                self.ahead = Ahead.of(self.order, first, self.keys.shape[2])
+                self.ahead = Ahead.of(self.order, first, self.keys, self.values)
             rows = self.ahead.each[at]
-            copy_rows(self.keys, rows, key)
-            copy_rows(self.values, rows, value)
+            put_rows(self.ahead.keys, rows, key)
+            put_rows(self.ahead.values, rows, value)
             if self.ahead.pos is not None:  # attention asks which slots are empty
                 copy_rows(self.pos, rows, self.ahead.pos[at])
         self.cursor = at + 1

@@ -234,7 +234,7 @@ def evicting_places(policy: Policy) -> tuple[Place, ...]:
     """Where the time of an :class:`EvictingCache` goes."""
     return (
         (slots, "replace_slots", "replace"),
-        *((waiting, name, "replace") for name in ("replace_slots", "copy_rows", "append")),
+        *((waiting, name, "replace") for name in ("replace_slots", "copy_rows", "put_rows", "append")),
         (layer, "decode_attention", "attention"),
         (observation, "observe", "observe"),
         (layer, "select_victims", "select"),

@@ -47,11 +47,13 @@ def _fits(sizes: torch.Size, shape: tuple[int | tuple[int, ...], ...]) -> bool:
 
 def expect_heads(query: Tensor, key: Tensor) -> None:
     """Check that ``query`` ``[B, H * G, C, D]`` can attend to ``key`` ``[B, H, S, D]``."""
-    if query.ndim != 4:
-        raise KvlearnError(f"query has shape {list(query.shape)}; it must be [B, H * G, C, D].")
-    expect("key", key, (query.shape[0], -1, -1, query.shape[3]), query.dtype, query)
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise KvlearnError(f"{query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly.")
+    shape, found = query.shape, key.shape
+    if len(shape) != 4:
+        raise KvlearnError(f"query has shape {list(shape)}; it must be [B, H * G, C, D].")
+    fits = len(found) == 4 and found[0] == shape[0] and found[3] == shape[3]
+    expect("key", key, found if fits else (shape[0], -1, -1, shape[3]), query.dtype, query)
+    if found[1] == 0 or shape[1] % found[1]:
+        raise KvlearnError(f"{shape[1]} query heads cannot share {found[1]} KV heads evenly.")
 
 
 def dense_rows(tensor: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from torch import Tensor
 from kvlearn.errors import KvlearnError
 from kvlearn.kernels.launch import Impl, use_triton
 from kvlearn.kernels.replace import reference
-from kvlearn.kernels.replace.reference import Ahead, append, copy_rows, expand
+from kvlearn.kernels.replace.reference import Ahead, append, copy_rows, expand, put_rows
 from kvlearn.kernels.validate import dense_rows, expect, expect_dense
 
-__all__ = ["Ahead", "append", "copy_rows", "expand", "replace"]
+__all__ = ["Ahead", "append", "copy_rows", "expand", "put_rows", "replace"]
 
 
 def replace(

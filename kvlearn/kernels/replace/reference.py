@@ -40,7 +40,12 @@ def copy_rows(slots: Tensor, rows: Tensor, fresh: Tensor) -> None:
     Whole rows of memory are copied: many times as fast as a scatter of single numbers.
     """
     tail = slots.shape[3:]
-    slots.view(-1, *tail).index_copy_(0, rows, fresh.reshape(-1, *tail))
+    put_rows(slots.view(-1, *tail), rows, fresh)
+
+
+def put_rows(flat: Tensor, rows: Tensor, fresh: Tensor) -> None:
+    """:func:`copy_rows` to a view ``[B * H * S, ...]`` of the slots."""
+    flat.index_copy_(0, rows, fresh.reshape(-1, *flat.shape[1:]))
 
 
 def append(slots: Tensor, at: int, fresh: Tensor) -> None:
@@ -53,26 +58,30 @@ class Ahead(NamedTuple):
 
     Attributes:
         order: ``[B, H, M]`` the slots that this was made of.
-        rows: ``[M, B * H]`` int64 rows of :func:`copy_rows`.
+        keys, values: ``[B * H * S, D]`` views of them.
+        rows: ``[M, B * H]`` int64 rows of :func:`put_rows`.
         each: its ``M`` rows.
         pos: ``[M, B * H]`` int32 logical positions, or ``None``.
     """
 
     order: Tensor
+    keys: Tensor
+    values: Tensor
     rows: Tensor
     each: tuple[Tensor, ...]
     pos: Tensor | None
 
     @classmethod
-    def of(cls, order: Tensor, first: Tensor | None, slots: int) -> Ahead:
-        """For an order of which entry 0 takes position ``first`` ``[B]``, if asked, in storage of ``slots`` slots."""
+    def of(cls, order: Tensor, first: Tensor | None, keys: Tensor, values: Tensor) -> Ahead:
+        """For an order of which entry 0 takes position ``first`` ``[B]``, if asked, among ``[B, H, S, D]`` slots."""
         _, heads, count = order.shape
-        rows = flat_rows(order, slots).view(-1, count).t().contiguous()
+        rows = flat_rows(order, keys.shape[2]).view(-1, count).t().contiguous()
         pos = None
         if first is not None:
             pos = (first + torch.arange(count, device=order.device)[:, None]).int()
             pos = pos[..., None].expand(-1, -1, heads).reshape(count, -1)
-        return cls(order, rows, rows.unbind(0), pos)
+        flat_keys, flat_values = (slots.view(-1, slots.shape[-1]) for slots in (keys, values))
+        return cls(order, flat_keys, flat_values, rows, rows.unbind(0), pos)
 
 
 def flat_rows(target: Tensor, slots: int) -> Tensor:
