@@ -1,4 +1,4 @@
-"""One layer by itself: what a decoded token and a prompt cost there, beside the stock cache at the same slots."""
+"""Attention and cache without the model: what a decoded token and a prompt cost in a layer, beside the stock cache."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ COLUMNS = ("policy", "rows", "slots", "us a step", "ms a prompt")
 """Of :func:`table`."""
 
 _CONTEXT = 2048
+_STEPS = 32  # of a turn: a block
 _TURNS = 6
 
 
@@ -29,37 +30,39 @@ _TURNS = 6
 def table(
     model: PreTrainedModel, policies: Sequence[str], rows: Sequence[int], budgets: Sequence[int]
 ) -> list[list[str]]:
-    """The least time over some turns of two blocks, all that happens once per block in it, and of a prompt of 2,048.
+    """The least time over some turns of a block, all that happens once per block in it, and of a prompt of 2,048.
 
-    The layer is one of the middle; keys, values and queries are random.
+    A step goes through all layers, as in a model, because layers share work and caches of the processor; its time is
+    told per layer. A prompt goes through one layer of the middle. Keys, values and queries are random.
     """
-    layer = len(shapes(model)) // 2
-    heads, dim = shapes(model)[layer]
+    layers = len(shapes(model))
+    heads, dim = shapes(model)[layers // 2]
     group = model.config.get_text_config(decoder=True).num_attention_heads // heads
     lines = []
     for batch in rows:
         token = [random_tensor(model, batch, n, 1, dim) for n in (heads * group, heads, heads)]
         prompt = [random_tensor(model, batch, n, _CONTEXT, dim) for n in (heads * group, heads, heads)]
         for slots in budgets:
-            stock = _Stock(group, [random_tensor(model, batch, heads, slots, dim) for _ in range(2)])
-            took = _least(partial(stock.steps, *token), 32)
+            stock = _Stock(group, [random_tensor(model, batch, heads, slots, dim) for _ in range(2)], layers)
+            took = _least(partial(stock.steps, *token), _STEPS * layers)
             whole = _least(partial(stock.attend, *prompt), 1)
             lines.append(["stock", str(batch), str(slots), f"{took * 1e6:,.0f}", f"{whole * 1e3:,.1f}"])
             for spec in policies:
-                held: Any = Evicting(model, spec, Case(_CONTEXT, batch), slots).cache.layers[layer]
-                took = _least(partial(_steps, held, token), 64)
-                whole = _least(partial(_read, held, prompt), 1)
+                cache: Any = Evicting(model, spec, Case(_CONTEXT, batch), slots).cache
+                took = _least(partial(_steps, cache, token), _STEPS * layers)
+                whole = _least(partial(_read, cache.layers[layers // 2], prompt), 1)
                 name = resolve(spec).label.rstrip("/").rsplit("/", 1)[-1]
                 lines.append([name, str(batch), str(slots), f"{took * 1e6:,.0f}", f"{whole * 1e3:,.1f}"])
     return lines
 
 
 class _Stock:
-    """A layer of the stock cache, cut back before every turn."""
+    """Layers of the stock cache, cut back before every turn."""
 
-    def __init__(self, group: int, held: Sequence[torch.Tensor]) -> None:
-        self.cache: Any = DynamicLayer()
-        self.cache.update(*held)
+    def __init__(self, group: int, held: Sequence[torch.Tensor], layers: int) -> None:
+        self.layers: list[Any] = [DynamicLayer() for _ in range(layers)]
+        for layer in self.layers:
+            layer.update(*held)
         self.slots = held[0].shape[2]
         self.module: Any = SimpleNamespace(num_key_value_groups=group, is_causal=True)
 
@@ -67,26 +70,29 @@ class _Stock:
         sdpa_attention_forward(self.module, query, key, value, None, scaling=query.shape[-1] ** -0.5)
 
     def steps(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if (extra := self.cache.get_seq_length() - self.slots) > 0:
-            self.cache.crop(-extra)
-        for _ in range(32):
-            self.attend(query, *self.cache.update(key, value))
+        for layer in self.layers:
+            if (extra := layer.get_seq_length() - self.slots) > 0:
+                layer.crop(-extra)
+        for _ in range(_STEPS):
+            for layer in self.layers:
+                self.attend(query, *layer.update(key, value))
 
 
-def _steps(layer: Any, token: Sequence[torch.Tensor]) -> None:
-    for _ in range(64):
-        _attend(layer, token, layer.seen)
+def _steps(cache: Any, token: Sequence[torch.Tensor]) -> None:
+    query, key, value = token
+    for _ in range(_STEPS):
+        position = torch.tensor([[cache.get_seq_length()]], device=query.device)
+        for i, layer in enumerate(cache.layers):
+            _attend(layer, (query, *cache.update(key, value, i)), position)
 
 
 def _read(layer: Any, prompt: Sequence[torch.Tensor]) -> None:
     layer.reset()
-    _attend(layer, prompt, 0)
+    _attend(layer, prompt, torch.arange(prompt[0].shape[2], device=prompt[0].device)[None])
 
 
-def _attend(layer: Any, tokens: Sequence[torch.Tensor], start: int) -> None:
-    query = tokens[0]
-    positions = torch.arange(start, start + query.shape[2], device=query.device)[None]
-    layer.attend(*tokens, None, scale=query.shape[-1] ** -0.5, softcap=None, position_ids=positions)
+def _attend(layer: Any, tokens: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+    layer.attend(*tokens, None, scale=tokens[0].shape[-1] ** -0.5, softcap=None, position_ids=positions)
 
 
 def _least(run: Callable[[], object], steps: int) -> float:

@@ -144,7 +144,7 @@ def layer(
     device: options.Device = "cpu",
     threads: options.Threads = None,
 ) -> None:
-    """Print what a decoded token and a prompt of 2,048 cost in one layer, beside the stock cache at the same slots."""
+    """Print what a decoded token and a prompt of 2,048 cost a layer, beside the stock cache at the same slots."""
     from kvlearn.attention import enable
     from kvlearn.bench.layer import COLUMNS, table
     from kvlearn.report.grids import markdown_grid
