@@ -558,7 +558,7 @@ def test_scorers_that_come_along_are_found_from_anywhere(
     model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Scorer.for_model(model).save_pretrained(tmp_path / "package" / "tiny")
-    monkeypatch.setattr("kvlearn.policies.shipped", lambda kind, name: tmp_path / "package" / name)
+    monkeypatch.setattr("kvlearn.shipped.shipped", lambda kind, name: tmp_path / "package" / name)
     monkeypatch.chdir(tmp_path)
     policy = resolve("checkpoints/tiny")
     assert policy.label == "checkpoints/tiny", "rows name it alike on every machine"

@@ -31,7 +31,7 @@ import kvlearn
 
 kvlearn.enable(model)  # a loaded transformers model
 scorer = kvlearn.Scorer.from_pretrained("path/to/this/folder")
-cache = kvlearn.EvictingCache(model, policy=scorer, budget=256)
+cache = kvlearn.EvictingCache(model, policy=scorer, budget=256{allocation})
 model.generate(**inputs, past_key_values=cache)
 ```
 
@@ -72,6 +72,7 @@ def render(config: ScorerConfig) -> str:
     what = f"{len(config.layers)}-layer {name} model" if name else "model that is not recorded"
     trained = "A scorer" if config.training else "An untrained scorer"
     return _TEMPLATE.format(
+        allocation="" if config.budgets is None else ', allocation="scorer"',
         title=f"KV cache scorer for a {what}",
         summary=f"{trained} that decides which cached tokens kvlearn forgets when a budget is full.",
         facts=_facts(config),
