@@ -92,8 +92,7 @@ def _rival(members: Sequence[CellData], scorer: str, policy: str, kind: str) -> 
     if not both:
         return None
     differences = [data.column(scorer) - data.column(policy) for data in both]
-    samples = _means_over_cells(both, [each[:, None] for each in differences])[..., 0].mean(0)
-    lo, hi = limits(samples[1:]) if max(len(data.docs) for data in both) > 1 else (None, None)
+    means = _means_over_cells(both, [each[:, None] for each in differences])
     return Rival(
         policy,
         kind,
@@ -101,7 +100,7 @@ def _rival(members: Sequence[CellData], scorer: str, policy: str, kind: str) -> 
         sum(bool(each.mean() < -ZERO) for each in differences),
         float(np.mean([data.column(policy).mean() for data in both])),
         float(np.mean([data.column(scorer).mean() for data in both])),
-        Interval(float(samples[0]), lo, hi, len({doc for data in both for doc in data.docs})),
+        _interval(both, means[..., 0].mean(0)),
     )
 
 
@@ -120,9 +119,13 @@ def _gap(members: Sequence[CellData], scorer: str) -> Interval | None:
     means = _means_over_cells(members, columns)
     if (means[..., 1] <= ZERO).mean() > 0.01:  # of resamples: the gap is not sure to be one
         return None
-    shares = (means[..., 0] / np.maximum(means[..., 1], ZERO)).mean(0)
-    lo, hi = limits(shares[1:]) if max(len(data.docs) for data in members) > 1 else (None, None)
-    return Interval(float(shares[0]), lo, hi, len({doc for data in members for doc in data.docs}))
+    return _interval(members, (means[..., 0] / np.maximum(means[..., 1], ZERO)).mean(0))
+
+
+def _interval(members: Sequence[CellData], samples: Array) -> Interval:
+    """Of ``[1 + resamples]`` figures over these cells, the first that of the sample itself."""
+    lo, hi = limits(samples[1:]) if max(len(data.docs) for data in members) > 1 else (None, None)
+    return Interval(float(samples[0]), lo, hi, len({doc for data in members for doc in data.docs}))
 
 
 def _means_over_cells(members: Sequence[CellData], columns: Sequence[Array]) -> Array:
