@@ -84,6 +84,30 @@ def test_documents_that_cells_share_are_drawn_together() -> None:
     assert (low, high) == pytest.approx((-0.3, -0.1)), "the interval of one cell: three documents, -0.3 to -0.1"
 
 
+def test_what_cancels_within_a_document_leaves_no_interval() -> None:
+    """Drawn apart for each cell, the documents would not cancel."""
+    losses = {
+        ("mine", "learned", 128): [0.1, 0.3, 0.1, 0.3],
+        ("ema", "heuristic", 128): [0.2, 0.2, 0.2, 0.2],
+        ("mine", "learned", 256): [0.3, 0.1, 0.3, 0.1],
+        ("ema", "heuristic", 256): [0.2, 0.2, 0.2, 0.2],
+    }
+    (found,) = overall(rows_of(losses))
+    difference = found.rivals[0].difference
+    assert (difference.mean, difference.lo, difference.hi) == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)
+
+
+def test_a_cell_of_fewer_documents_counts_as_much_as_one_of_more() -> None:
+    losses = {
+        ("mine", "learned", 128): [0.1, 0.1, 0.1, 0.1],
+        ("ema", "heuristic", 128): [0.2, 0.2, 0.2, 0.2],
+        ("mine", "learned", 256): [0.1, 0.1],
+        ("ema", "heuristic", 256): [0.4, 0.4],
+    }
+    (found,) = overall(rows_of(losses))
+    assert found.rivals[0].difference.mean == pytest.approx((-0.1 - 0.3) / 2)
+
+
 def test_without_a_scorer_or_with_one_cell_there_is_nothing_to_say() -> None:
     heuristics = {key: values for key, values in LOSSES.items() if key[1] != "learned"}
     one = {key: values for key, values in LOSSES.items() if key[2] == 128}

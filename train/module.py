@@ -189,7 +189,9 @@ class ScorerModule(pl.LightningModule):
     def _blind(self) -> None:
         """Weights of what is not to be read are 0 before training and after every step."""
         assert self.scorer is not None
-        columns = [_READABLE.index(name) for name in self.hparams["without"] or ()]
+        if not self.hparams["without"]:
+            return
+        columns = [_READABLE.index(name) for name in self.hparams["without"]]
         self.scorer.skip[..., columns] = 0.0
         if self.scorer.w1 is not None:
             self.scorer.w1[..., columns, :] = 0.0
